@@ -1,4 +1,4 @@
-"""Whether a run is good enough."""
+"""Compares figures with their bars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def missed(figures: Mapping[str, float], bars: Mapping[str, str]) -> list[str]:
-    """The figures that miss their bar, which is a text like "<= 1.4", or that were not measured at all."""
+    """The figures that miss their bar, a text like "<= 1.4", or were not measured."""
     return [name for name, bar in bars.items() if name not in figures or not is_met(figures[name], bar)]
 
 

@@ -1,12 +1,12 @@
-"""All figures that are measured on an H200, in an order of importance.
+"""All figures that are measured on an H200, the most important first.
 
     python -m benchmarks.h200 [--minutes N] [--out FOLDER] [PART ...]
     python -m benchmarks.h200 --list
 
-Each part is a benchmark in a process of its own, with a limit of its own. Its result lies in FOLDER as soon as it is
-over, its output beside it; one that fails, or takes too long, does not keep the next from running. With `--minutes` no
-part begins that would probably not end in time. The last thing printed is a table of all figures that have a bar, and
-the exit status is 1 when one misses it. `--tiny` runs everything in a small size on a CPU: it shows that it runs.
+Each part is a benchmark in its own process, with its own time limit. Its result and output are in FOLDER as soon as it
+ends; the next part runs even if one fails or takes too long. With `--minutes`, parts that would probably not end in
+time are not started. At the end a table shows all figures that have a bar; the exit status is 1 if one misses it.
+`--tiny` runs everything in a small size on a CPU, to show that it works.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LINES_OF_A_FAILURE = 25
 
 @dataclass(frozen=True)
 class Part:
-    """A benchmark. `arguments` are those for the H200, where it takes about `expected_s`; `tiny` those for a CPU.
+    """A benchmark. `arguments` are for the H200, where it takes about `expected_s`; `tiny` are for a CPU.
 
     `also` are figures without a bar that the table shows.
     """
@@ -53,7 +53,7 @@ class Part:
 
     @property
     def limit_s(self) -> int:
-        """Twice what is expected, and time to compile kernels: then something is wrong."""
+        """Twice the expected time, plus time to compile kernels. A part that takes longer has failed."""
         return 2 * self.expected_s + 60
 
     def command(self, target: Path, *, is_tiny: bool) -> list[str]:
@@ -146,7 +146,7 @@ PARTS = (
 
 @dataclass
 class Outcome:
-    """What became of a part. `status` is that of its process, or None when it did not run to its end."""
+    """The outcome of a part. `status` is its exit status, or None if it had to be ended."""
 
     part: Part
     seconds: float
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
 
 
 def run_part(part: Part, folder: Path, limit_s: float, *, is_tiny: bool) -> Outcome:
-    """Its result and its output are in `folder` when this returns, as far as it came."""
+    """Run a part. Afterwards its result and output are in `folder`, as far as it came."""
     stem = f"h200_{part.name.replace('-', '_')}"
     target, log = folder / f"{stem}.json", folder / f"{stem}.log"
     target.unlink(missing_ok=True)
@@ -209,14 +209,14 @@ def run_part(part: Part, folder: Path, limit_s: float, *, is_tiny: bool) -> Outc
 
 
 def run_limited(command: Sequence[str], log: Path, limit_s: float) -> int | None:
-    """The exit status of a command whose output goes to `log`; None when it had to be ended, with all it started."""
+    """Run a command with its output in `log`. Returns its exit status; None if it and its children had to be ended."""
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         return _wait(process, limit_s)
 
 
 def figure_rows(outcome: Outcome) -> Iterator[dict[str, object]]:
-    """Those with a bar, also when they were not measured, and those that the part names."""
+    """All figures with a bar, measured or not, and those that the part names."""
     figures, bars = outcome.figures, outcome.bars
     late = set(missed(figures, bars))
     for name in (*bars, *(name for name in outcome.part.also if name in figures and name not in bars)):
@@ -226,7 +226,7 @@ def figure_rows(outcome: Outcome) -> Iterator[dict[str, object]]:
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """The exit status; None when it had to be ended. It is asked first, so that it can write what it has."""
+    """The exit status; None if it had to be ended. It gets a signal first, so that it can write its results."""
     try:
         return process.wait(max(1.0, limit_s))
     except subprocess.TimeoutExpired:
@@ -260,7 +260,7 @@ def _read(target: Path) -> Mapping[str, Any]:
 def _parse(argv: Sequence[str] | None, parts: Sequence[Part]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [part.name for part in parts]
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"all unless told: {', '.join(names)}")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all of {', '.join(names)}")
     parser.add_argument("--minutes", type=float, default=60.0, help="how long all may take")
     parser.add_argument("--out", type=Path, default=Path("h200-results"), metavar="FOLDER", help="where results go")
     parser.add_argument("--list", action="store_true", help="show the parts, their commands and what they take")

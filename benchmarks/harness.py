@@ -1,6 +1,6 @@
-"""What every benchmark shares: its options, medians of interleaved repeats, a table, a JSON file.
+"""Shared by all benchmarks: options, medians of interleaved repeats, tables and JSON files.
 
-These machines are noisy, so the things compared take turns within one run: each repeat runs all of them once, and the
+Machines are noisy, so the things compared take turns within one run: each repeat runs all of them once, and the
 medians over the repeats are compared.
 """
 
@@ -38,7 +38,7 @@ console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. `shapes` are those to measure."""
+    """The parsed command line. `shapes` are the shapes to measure."""
 
     quick: bool
     json: str | None
@@ -71,7 +71,7 @@ def parse_options(description: str, shapes: Sequence[str]) -> Options:
 
 @dataclass
 class Result:
-    """Rows for people, figures to follow over time."""
+    """Rows for readers, figures to follow over time."""
 
     benchmark: str
     settings: Mapping[str, object]
@@ -107,7 +107,7 @@ class Contender:
 
 
 def race(contenders: Sequence[Contender], repeats: int) -> dict[str, float]:
-    """Median seconds of each, taking turns, after one untimed turn each."""
+    """Median seconds of each. They take turns, after one untimed turn each."""
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for repeat in range(repeats + 1):
         for contender in contenders:
@@ -125,7 +125,7 @@ class BlockMemory:
     """`num_blocks` blocks side by side, resident. `blocks[i]` is a view of one."""
 
     def __init__(self, num_blocks: int, block_bytes: int, seed: int | None = None) -> None:
-        """With `seed`, the bytes are random, and every block has a beginning and an end of its own."""
+        """With `seed`, the bytes are random, and every block begins and ends differently."""
         self.nbytes = num_blocks * block_bytes
         self.memory = mmap.mmap(-1, self.nbytes)
         self.view = memoryview(self.memory)
@@ -142,7 +142,7 @@ class BlockMemory:
                 block[-own_bytes:] = dice.randbytes(own_bytes)
 
     def poison(self) -> None:
-        """Bytes that no payload has in that place, so that what was not written shows."""
+        """Fill with bytes that no payload has at that place, so that a missing write is noticed."""
         filler = b"\xa5" * (1 << 20)
         for start in range(0, self.nbytes, len(filler)):
             end = min(start + len(filler), self.nbytes)
@@ -169,7 +169,7 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def print_figures(figures: Mapping[str, float], bars: Mapping[str, str]) -> None:
-    """Figures beside what they must be: `bars` are texts like "<= 1.15". One that was not measured misses its bar."""
+    """Figures and their `bars`, texts like "<= 1.15". A figure that was not measured misses its bar."""
     rows = []
     for name, value in figures.items():
         bar = bars.get(name, "")
@@ -184,7 +184,7 @@ def print_figures(figures: Mapping[str, float], bars: Mapping[str, str]) -> None
 
 
 def finish(result: Result, bars: Mapping[str, str], json_file: str | None) -> int:
-    """Show the figures and write the result. Returns the exit status: 1 when a figure misses its bar."""
+    """Show the figures and write the result. Returns the exit status: 1 if a figure misses its bar."""
     result.settings = {**result.settings, "bars": dict(bars)}
     print_figures(result.figures, bars)
     result.write(json_file)
@@ -210,7 +210,7 @@ def machine() -> dict[str, object]:
 
 
 def _commit() -> str:
-    """Of the repository; `KVTIER_COMMIT` says it for a copy of the files without their history."""
+    """The repository's commit, or `KVTIER_COMMIT` for a copy of the files without their history."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],

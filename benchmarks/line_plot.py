@@ -1,4 +1,4 @@
-"""Lines over a number, as a PNG. Needs matplotlib."""
+"""Draws a line plot as a PNG. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draw_lines(
     style_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
     dpi: int = 150,
 ) -> None:
-    """One line for each name, its points by x. Raises `SystemExit` with one sentence without matplotlib or lines."""
+    """Draw a line for each name, with its points by x. Raises `SystemExit` if matplotlib or lines are missing."""
     try:
         matplotlib = importlib.import_module("matplotlib")
         matplotlib.use("agg")

@@ -31,7 +31,7 @@ def _qwen2(*, hidden: int, intermediate: int, layers: int, heads: int, kv_heads:
 
 
 SMALL_SHAPE = "small"
-"""What two cores serve at some prompts of a thousand tokens a second. In float32: CPUs are slow at less."""
+"""Two cores serve some prompts of a thousand tokens a second. In float32, which is the fastest on CPUs."""
 
 MODEL_CONFIGS: dict[str, ModelShape] = {
     SMALL_SHAPE: _qwen2(
@@ -105,7 +105,7 @@ MODEL_CONFIGS: dict[str, ModelShape] = {
 def model_folder(shape: str, **others: object) -> Iterator[str]:
     """A temporary folder with the config.json of `shape`, for `load_format="dummy"`: no weights, no tokenizer.
 
-    `others` are fields that it has besides.
+    `others` are additional fields.
     """
     with tempfile.TemporaryDirectory(prefix="kvtier-shape-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**MODEL_CONFIGS[shape], **others}))

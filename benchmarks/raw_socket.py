@@ -1,4 +1,4 @@
-"""A bare `sendmsg` / `recv_into` loop between two processes over TCP: what a socket in Python can do, and no more.
+"""A bare `sendmsg` / `recv_into` loop between two processes over TCP: the limit of a socket in Python.
 
 The other process holds the blocks. `send` and `receive` move all of them once, over one or several connections.
 """

@@ -1,4 +1,4 @@
-"""The KV shapes of the models the benchmarks speak of. Bytes are random; no weights are needed."""
+"""The KV shapes of the models in the benchmarks. Bytes are random; no weights are needed."""
 
 from __future__ import annotations
 

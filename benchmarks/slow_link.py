@@ -1,8 +1,9 @@
-"""A TCP link that is as slow as told: passes bytes on between a port of its own and a server, in a process of its own.
+"""A TCP link of a given speed: a process that forwards bytes between its own port and a server.
 
     python -m benchmarks.slow_link HOST:PORT BYTES_PER_SECOND
 
-All connections share the rate, which holds for what the server sends; it prints its port. It ends with its parent.
+All connections share the rate, which applies to the bytes from the server. It prints its port, and ends with its
+parent.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _PIECE_BYTES = 16 << 10
 
 
 class _Pace:
-    """Tells each piece when it may go on."""
+    """Schedules when each piece may be sent."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s

@@ -1,16 +1,16 @@
-"""What storing costs the engine: requests per second with and without the tiers that full blocks go to.
+"""The cost of storing to the engine: requests per second with and without the tiers that store full blocks.
 
-New prompts, so that everything is computed and stored. Both sides share an engine and take turns (A B, B A ...) run by
-run: what one does behind its steps must not fall to the other. The speed of a shared machine changes within seconds,
+Prompts are new, so that everything is computed and stored. Both sides share an engine and take turns (A B, B A ...) run
+by run: background work of one must not be charged to the other. The speed of a shared machine changes within seconds,
 so runs are short and compared with their neighbours: a pair's ratio is the median over its turns, and the median of the
 pairs' ratios is the result.
 
-On a CPU the clock is the wall's, less the time for which the engine's thread waited for a core that others had: on a
-quiet machine that is nothing. Waiting for the tiers' threads, for Python's lock too, is in it. `CPU` is the ratio of
+On a CPU the clock is wall time without the time for which the engine's thread waited for a core that other programs
+had. Waiting for the tiers' threads, and for Python's lock, is included. `CPU` is the ratio of
 the CPU times of all threads of the process, copies included.
 
-`--most-steps` bounds a run: where a step computes few tokens, there are fewer prompts, then shorter ones. Without it
-the smallest steps take most of the time and say the same: a run of many steps is compared with one other, not with
+`--most-steps` bounds a run: if a step computes few tokens, there are fewer prompts, then shorter ones. Without it the
+smallest steps take most of the time and show the same: a run of many steps is compared with one other, not with
 several.
 """
 
@@ -62,7 +62,7 @@ OpenTiers = Callable[[int], AbstractContextManager[Tiers]]
 class Size:
     """How much is measured: every cell is `pairs` pairs of `turns` runs of all prompts on each side.
 
-    `most_steps` is how long a run is at most; `of` says what that makes of the prompts.
+    `most_steps` bounds a run; `of` shrinks the prompts accordingly.
     """
 
     prompts: int
@@ -112,11 +112,11 @@ def run(
     figure: Callable[[argparse.Namespace], str],
     tiers_of: Callable[[argparse.Namespace], OpenTiers],
 ) -> int:
-    """The whole benchmark, 1 when it misses its bar. `figure` names the worst cell's median ratio."""
+    """Run the whole benchmark. Returns 1 if it misses its bar. `figure` names the worst cell's median ratio."""
     parser.add_argument(
         "--pairs", type=int, help="how many pairs each ratio is the median of (7; 3 on a GPU or with --quick)"
     )
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, help="both unless told")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, help="default: both")
     parser.add_argument("--most-steps", type=int, help="how many steps a run has at most")
     parser.add_argument("--turns", type=int, help="how many turns of each side make a pair")
     parser.add_argument("--batched-tokens", type=int, nargs="+", help="values of max_num_batched_tokens")
@@ -137,7 +137,7 @@ def run(
 
 
 def figure_name(name: str, arguments: argparse.Namespace) -> str:
-    """What a GPU gives has a name of its own."""
+    """Figures of a GPU have their own names."""
     return f"{name}_gpu_min" if arguments.device == "cuda" else f"{name}_min"
 
 
@@ -230,9 +230,9 @@ def _undisturbed() -> Iterator[Callable[[], float]]:
 
 
 def _check(arguments: argparse.Namespace, stand: EngineStand, maker: PromptMaker, size: Size, cell: Cell) -> None:
-    """What is stored is what was computed, all of it: the same prompts, with nothing on the device, come from there.
+    """Check that everything computed was stored: the same prompts, with nothing on the device, are loaded from there.
 
-    Short ones too, so that one close call among the first tokens says nothing.
+    Short prompts too, so that one close call among the first tokens does not matter.
     """
     prompts = maker.make(size.prompts, size.input_tokens)
     prompts += maker.make(_NUM_SHORT, min(_SHORT_TOKENS, size.input_tokens))

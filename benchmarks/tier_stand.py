@@ -1,7 +1,7 @@
-"""What the benchmarks of tiers below the device share: engines that have them, and checks of what came from where.
+"""Shared by the benchmarks of tiers below the device: engines with tiers, and checks of the hits by tier.
 
-Their clock is the wall's, unless they say otherwise: threads beside the engine's and a cache server's process are part
-of what they measure. On a CPU torch has one thread, which leaves a core to the others.
+The clock is wall time unless a benchmark says otherwise: threads beside the engine's and a cache server's process are
+part of the measurement. On a CPU torch has one thread, which leaves a core to the others.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ WALL = "time on the wall"
 
 _PATIENCE_S = 120.0
 _LEAST_OF_HITS = 0.8
-"""Less of what should have been found than this is a failure; a load that was late is not."""
+"""A smaller share of the expected hits is a failure; a single late load is not."""
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """What is below the device, as settings of `EngineConfig`."""
+    """The tiers below the device, as settings of `EngineConfig`."""
 
     name: str
     settings: Mapping[str, object]
@@ -52,13 +52,13 @@ class Tiers:
 
 @contextlib.contextmanager
 def host_tiers(nbytes: int) -> Iterator[Tiers]:
-    """Memory of the engine's own."""
+    """The engine's own memory."""
     yield Tiers("host", {"swap_space": nbytes})
 
 
 @contextlib.contextmanager
 def server_tiers(nbytes: int, *, is_tcp: bool, swap_space: int = 0) -> Iterator[Tiers]:
-    """A cache server in a process of its own: of this host, or over TCP."""
+    """A cache server in its own process, on this host or over TCP."""
     with cache_server("--max-leased", str(nbytes), memory=str(nbytes), tcp=is_tcp) as server:
         settings: dict[str, object] = {"cache_server": server.unix, "swap_space": swap_space}
         if is_tcp:
@@ -80,7 +80,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those of the options that were given; lists as tuples."""
+    """The options that were given, with lists as tuples."""
     given = {name: getattr(arguments, name) for name in names}
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value is not None
@@ -97,7 +97,7 @@ def settings_of(arguments: argparse.Namespace, size: object, cpu_clock: str = WA
 
 
 def kv_bytes(arguments: argparse.Namespace, num_tokens: int) -> int:
-    """What the KV of `num_tokens` takes, with some blocks to spare."""
+    """The size of `num_tokens` of KV, with some blocks to spare."""
     itemsize = 4 if MODEL_CONFIGS[arguments.model_shape]["torch_dtype"] == "float32" else 2
     return kv_bytes_of(arguments.model_shape, num_tokens + 8 * BLOCK_TOKENS, itemsize)
 
@@ -110,7 +110,7 @@ def open_stand(
     clock: Callable[[], float] = time.perf_counter,
     **settings: Any,
 ) -> EngineStand:
-    """An engine above `tiers`. On a CPU its own KV has room for `kv_tokens`; a GPU gives what it has."""
+    """An engine above `tiers`. On a CPU its own KV has room for `kv_tokens`; on a GPU it takes the free memory."""
     space = kv_bytes(arguments, kv_tokens) if arguments.device == "cpu" else None
     below = {} if tiers is None else dict(tiers.settings)
     return EngineStand(
@@ -123,7 +123,7 @@ def open_stand(
 
 
 def warm_up(stand: EngineStand, maker: PromptMaker, count: int, length: int, num_outputs: int = 2) -> None:
-    """Untimed: compute, store, load, hit the device's cache; then wait until copies are as fast as they can be."""
+    """Warm up, untimed: compute, store, load, hit the device's cache; then wait until copies have their full speed."""
     prompts = maker.make(count, length)
     for variant in (Variant(DEVICE_ON), Variant(DEVICE_OFF), Variant("naive", has_tiers=False)):
         stand.use(variant)
@@ -143,13 +143,13 @@ def drop_below(stand: EngineStand) -> None:
 
 
 def full_share(length: int, shared: int | None = None) -> float:
-    """How much of a prompt can come from a cache of full blocks that has its first `shared` tokens: never the last."""
+    """The share that can come from a cache of full blocks that has the first `shared` tokens: never the last."""
     known = length if shared is None else shared
     return min(known // BLOCK_TOKENS * BLOCK_TOKENS, length - 1) / length
 
 
 def expect_hits(done: Round, tiers: Sequence[str], share: float, what: str) -> None:
-    """`share` of the prompts' tokens came from `tiers`, and nothing from elsewhere."""
+    """Check that `share` of the prompts' tokens came from `tiers`, and none from elsewhere."""
     found = sum(done.shares.get(tier, 0.0) for tier in tiers)
     others = done.cached_share - found
     if not _LEAST_OF_HITS * share - 1e-9 <= found <= share + 1e-9 or others > 0.01:
@@ -158,7 +158,7 @@ def expect_hits(done: Round, tiers: Sequence[str], share: float, what: str) -> N
 
 
 def expect_tokens(found: Round, expected: Round, device: str, what: str) -> None:
-    """The same answers. On a GPU sums differ with the size of a batch, and random weights have close calls."""
+    """Check equal answers. On a GPU sums differ with the size of a batch, and random weights have close calls."""
     pairs = list(zip(found.tokens, expected.tokens, strict=True))
     same = sum(one == other for one, other in pairs) / len(pairs)
     if device == "cpu" and same < 1:
@@ -177,7 +177,7 @@ def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def _wait_for_registration(stand: EngineStand) -> None:
-    """A GPU copies from host memory at full speed once it is registered, which goes on behind the first copies."""
+    """Wait for registration: a GPU copies at full speed only from registered memory, which takes a while."""
     traffic = stand.llm.engine.transfer.traffic
     copier = None if traffic is None else traffic._copier
     if traffic is None or not isinstance(copier, CudaCopier):

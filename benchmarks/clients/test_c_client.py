@@ -4,8 +4,8 @@
 
 512 blocks of Qwen2.5-7B's size (and a small one without --quick), all in the server's memory. `get` copies them into
 memory of the client's process; `views` is match, views of all blocks and release. Each repeat asks both clients once,
-and medians are compared: `c_get_of_python` is C's speed over Python's, `c_views_of_python` as well.
-`c_tcp_get_of_python` is for information: two cores have the server, two connections and their checksums to serve.
+and medians are compared: `c_get_of_python` and `c_views_of_python` are C's speed over Python's.
+`c_tcp_get_of_python` has no bar: two cores serve the server, two connections and their checksums.
 Bytes are compared after each series. Ends with status 1 when a figure misses its bar.
 """
 

@@ -1,6 +1,6 @@
 """valkey-glide, used as LMCache's connector does: asyncio, a batch of two keys for each block, a few blocks at a time.
 
-Bytes are copied into Python's `bytes` on their way out, and out of them into the caller's buffers on their way in.
+A put copies into Python's `bytes`; a get copies out of them into the caller's buffers.
 """
 
 from __future__ import annotations

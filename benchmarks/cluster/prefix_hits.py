@@ -12,7 +12,7 @@ from kvtier.tiers.host import HostTier
 from kvtier.tiers.tier import Tier
 
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=64, dtype="float16", block_tokens=16)
-"""4 KiB a block: what is kept and what goes is the question, not the bytes."""
+"""4 KiB a block: the question is which blocks are kept, not how fast they move."""
 NAMESPACE = Namespace(bytes(32))
 
 _NUM_CHATS = 160
@@ -23,7 +23,7 @@ _MAX_BLOCKS = 400
 
 
 def requests(num_requests: int, seed: int = 1) -> Iterator[list[BlockHash]]:
-    """Prompts of chats that go on, some more often than others, behind a few system prompts."""
+    """Prompts of growing chats, some more active than others, behind a few system prompts."""
     dice = random.Random(seed)
     chats: list[list[int]] = []
     for number in range(_NUM_CHATS):
@@ -38,7 +38,7 @@ def requests(num_requests: int, seed: int = 1) -> Iterator[list[BlockHash]]:
 
 
 def replay(tier: Tier, num_requests: int) -> float:
-    """Match each prompt and store what it lacks. Returns the share of hits among all blocks that were asked for."""
+    """Match each prompt and store its missing blocks. Returns the share of hits among all requested blocks."""
     payload = bytes(LAYOUT.block_bytes)
     num_hit = num_asked = 0
     for hashes in requests(num_requests):
@@ -54,7 +54,7 @@ def replay(tier: Tier, num_requests: int) -> float:
 
 
 def ideal_hits(num_blocks: int, num_requests: int) -> float:
-    """Of a pool in memory of this process that holds `num_blocks`, least recently used, each prompt's end first."""
+    """The share of hits of an LRU pool of `num_blocks` in this process, which evicts each prompt's end first."""
     tier = HostTier(LAYOUT, num_blocks * LAYOUT.slot_bytes)
     try:
         return replay(tier, num_requests)

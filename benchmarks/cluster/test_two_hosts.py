@@ -1,11 +1,11 @@
-"""Two engines on two cache servers on two hosts over one Valkey cluster: the first token from it, beside computing.
+"""Two engines on two cache servers on two hosts over one Valkey cluster: first tokens by hits in it and by computing.
 
     python -m benchmarks.cluster.test_two_hosts [--quick] [--json FILE]
 
 The hosts are network namespaces of this machine, joined by a bridge: needs root and `ip`. Each has a cache server, and
-a node of the cluster; a third has a node alone. Prompts are computed on the first host; then the second is asked for
-each of them for the first time, with one token out, beside an engine without tiers. The device's own cache is off.
-`cluster_of_compute` is the worst ratio of the two: less than 1 where the cluster is the faster.
+a node of the cluster; a third host has only a node. Prompts are computed on the first host; then the second host gets
+each of them for the first time, with one output token, beside an engine without tiers. The device's own cache is off.
+`cluster_of_compute` is the worst ratio of the two: less than 1 if the cluster is faster.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure(
         compute = stack.enter_context(LLM(folder, **_SETTINGS))
         first, second = servers
         prompts = PromptMaker(compute.engine.loaded.config.vocab_size, seed=11)
-        for llm in (first, second, compute):  # what is slow once
+        for llm in (first, second, compute):  # the first request is slow
             ask(llm, prompts.make(1, max(lengths))[0])
         rows: list[dict[str, object]] = []
         shares, ratios = [], []
@@ -90,7 +90,7 @@ def measure(
 
 @contextlib.contextmanager
 def engine_on(host: Host, cluster: ValkeyCluster, folder: str) -> Iterator[LLM]:
-    """An engine above a cache server on `host`. It speaks to the server alone, so it need not be there itself."""
+    """An engine above a cache server on `host`. It talks only to the server, so it need not run on that host."""
     nodes = ",".join(f"tcp://{seed}" for seed in cluster.seeds)
     with contextlib.ExitStack() as stack:
         with host.entered():
@@ -110,7 +110,7 @@ def ask(llm: LLM, prompt: list[int]) -> tuple[float, list[int], int]:
 
 
 def wait_for_blocks(cluster: ValkeyCluster) -> None:
-    """Until no more are written behind."""
+    """Wait until no blocks are left to write."""
     before = -1
     while (now := sum(int(str(cluster.call(node, b"DBSIZE"))) for node in cluster.primaries)) != before:
         before = now

@@ -1,4 +1,4 @@
-"""What each way to choose victims makes of recorded traffic: the share of prompt tokens that hit, by cache size.
+"""The hits of eviction policies on recorded traffic: the share of prompt tokens that hit, by cache size.
 
     python -m benchmarks.eviction [--quick] [--json FILE] [--traces FOLDER] [--trace NAME] [--sizes 1000,2000]
 
@@ -36,7 +36,7 @@ TRACES = {
     "mooncake_synthetic": "mooncake_synthetic_trace.jsonl",
 }
 KNOWN_LRU = {1000: 0.178, 2000: 0.451, 4000: 0.789, 8000: 0.914}
-"""Of the agents' trace, as measured before there was a benchmark of it, with another program."""
+"""LRU's hits on the agents' trace, as another program measured them."""
 BARS = {
     "agentic_1000": ">= 0.36",
     "agentic_2000": ">= 0.57",
@@ -117,7 +117,7 @@ def _figures(tables: Tables, sizes: Sequence[int]) -> dict[str, float]:
 
 
 def _worst_below(peer: str, tables: Iterable[dict[str, list[float]]]) -> float:
-    """By how much ours is below another one, at the size and on the trace where that is most."""
+    """The largest deficit of ours against another policy, over sizes and traces."""
     return max(theirs - ours for table in tables for theirs, ours in zip(table[peer], table["ours"], strict=True))
 
 

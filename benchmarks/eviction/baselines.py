@@ -1,6 +1,6 @@
 """Other ways to choose what to keep, as plain caches of block numbers: ARC, S3-FIFO, and one that knows the future.
 
-Each is told of a request's blocks from the last to the first, as LRU is, and answers how many lead it were present.
+Each gets a request's blocks from the last to the first, as LRU does, and returns the number of leading blocks present.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 @dataclasses.dataclass
 class Served:
-    """What one policy's engine answered: when each request came, its time to the first token, and its hits."""
+    """The answers of one policy's engine: each request's arrival, its time to the first token, and its hits."""
 
     llm: LLM
     arrived_s: list[float] = dataclasses.field(default_factory=list)
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def _sampled(path: Path | None, num_sessions: int) -> list[TracedRequest]:
-    """The requests of the first sessions to come, in the blocks of the served model."""
+    """The requests of the first sessions, in the blocks of the served model."""
     if path is None:
         requests: Sequence[TracedRequest] = synthetic_traces()["chats"]
     else:

@@ -12,7 +12,7 @@ from kvtier.simulate.trace import BLOCK_TOKENS, TracedRequest
 
 
 def synthetic_traces(num_requests: int = 2000) -> dict[str, list[TracedRequest]]:
-    """By what they are; each has about `num_requests`."""
+    """The traces by name; each has about `num_requests`."""
     chats = list(_chats(num_requests, 1))
     loop = list(_loop(num_requests))
     return {
@@ -29,7 +29,7 @@ def _request(at: float, hashes: list[int]) -> TracedRequest:
 
 
 def _scan(count: int) -> Iterator[TracedRequest]:
-    """Prompts that nobody asks for again."""
+    """Prompts that are never repeated."""
     for number in range(count):
         first = 10_000_000 + number * 40
         yield _request(number * 4.0 + 0.5, list(range(first, first + 40)))

@@ -2,9 +2,9 @@
 
     python -m benchmarks.objects.test_segments [--quick] [--json FILE]
 
-What is written behind is waited for. Whoever writes behind has to copy first, so its bars are against obstore behind a
-plain copy (`copied`). The store over HTTP is the tests' own, in a process beside this one: it shows what the tier adds,
-not how fast a real store is. Also: what documents behind one system prompt take in the store. Status 1 when a figure
+A put waits for the writes in the background. The tier has to copy blocks for them, so its bars compare with obstore
+after a plain copy (`copied`). The store over HTTP is the tests' own, in its own process: it shows what the tier adds,
+not the speed of a real store. Also: the size in the store of documents behind one system prompt. Status 1 if a figure
 misses its bar.
 """
 
@@ -48,7 +48,7 @@ BARS = {
 }
 _TIMEOUT_S = 60.0
 _BUFFER_BYTES = 1 << 30
-"""All blocks can wait to be written: what comes faster would be lost."""
+"""All blocks fit in the queue of writes: blocks beyond it would be lost."""
 _WRITERS = 2
 _READERS = 16
 """As many threads as the tier has."""
@@ -56,7 +56,7 @@ _MAX_WAIT_S = 300.0
 
 
 class Place(NamedTuple):
-    """Where objects are kept, in obstore's words."""
+    """Where objects are kept, as obstore names it."""
 
     url: str
     settings: dict[str, str]
@@ -76,7 +76,7 @@ class Place(NamedTuple):
 
 
 class BareObjects:
-    """The same bytes under names of its own, as few words of obstore as do it."""
+    """The same bytes under other names, with plain calls of obstore."""
 
     def __init__(self, place: Place, num_segments: int) -> None:
         self._store = place.bare()
@@ -127,7 +127,7 @@ def main() -> int:
 
 
 def measure(kind: str, place: Place, num_blocks: int, repeats: int, result: Result) -> None:
-    """A put is of an empty store; a get is by a tier that has seen nothing of it."""
+    """A put goes to an empty store; a get is by a tier that has not seen the blocks."""
     source = BlockMemory(num_blocks, LAYOUT.block_bytes, seed=2)
     target = BlockMemory(num_blocks, LAYOUT.block_bytes)
     hashes = block_hashes(NAMESPACE, range(num_blocks * LAYOUT.block_tokens), LAYOUT.block_tokens)
@@ -177,7 +177,7 @@ def measure(kind: str, place: Place, num_blocks: int, repeats: int, result: Resu
 
 
 class Tiers:
-    """One tier after the other on one place, each without what the ones before knew."""
+    """Tiers on the same store, one after the other, each without what the ones before knew."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -198,7 +198,7 @@ class Tiers:
 
 
 def measure_documents(place: Place) -> float:
-    """Bytes in the store of documents of 8 segments behind a system prompt of 2.5, over what is distinct of them."""
+    """Bytes stored for documents of 8 segments behind a system prompt of 2.5, over their distinct bytes."""
     num_beginning, num_own, num_documents = 2 * SEGMENT + SEGMENT // 2, 6 * SEGMENT - SEGMENT // 2, 4
     tokens = LAYOUT.block_tokens
     with contextlib.closing(place.opened("documents")) as tier:
@@ -230,7 +230,7 @@ def folder() -> Iterator[Place]:
 
 @contextlib.contextmanager
 def served() -> Iterator[Place]:
-    """The tests' store, in a process of its own."""
+    """The tests' store, in its own process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,))

@@ -6,8 +6,7 @@
 with the device's cache alone, with host memory below it, and with host memory and the device's cache off. Requests per
 second of the first round, which computes, and of the later ones; a later round of the last kind loads every prompt.
 
-One prompt of 30,000 tokens in host memory, one token out: the time until it is there, as the caller of `generate` sees
-it. Less on a CPU.
+One prompt of 30,000 tokens in host memory, one output token: the time that `generate` takes. Less on a CPU.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ VLLM = {
     DEVICE: {2: 229.0, 8: 101.0, 32: 43.0, 128: 11.8},
     HOST_OFF: {2: 62.0, 8: 50.0, 32: 28.0, 128: 10.3},
 }
-"""vLLM 0.24.0 on an H200, Qwen2.5-7B's shape, the better figure where there are two; the last: GPU cache reset."""
+"""vLLM 0.24.0 on an H200, Qwen2.5-7B's shape, the better of two figures. For the last one, its GPU cache was reset."""
 VLLM_HOST_TTFT_MS = 51.0
 
 HOST_HIT_BARS = {2: ">= 78", 8: ">= 62", 32: ">= 35"}

@@ -1,14 +1,14 @@
-"""Swapping in: how far does host memory stand in for the device's own cache?
+"""Swapping in: how well does host memory replace the device's own cache?
 
     python -m benchmarks.offloading_KV_cache.test_swap_in [--quick] [--json FILE] [--plot FILE.png]
 
 1000 prompts of 1000 tokens, 1024 a step, 24 out, all submitted at once; the first part of all prompts is the same, and
-it was computed before: it is on the device (`device hit`), or in host memory and not on the device (`host hit`). With
+was computed before: it is on the device (`device hit`), or only in host memory (`host hit`). With
 the device's cache on, the first request loads it and the others find it there; with the cache off, every request loads
 its own. `no cache` computes everything. One engine does it all, in turns; less on a CPU.
 
 `parts_at` is the first hit rate at which host memory, with the device's cache off, is more than 5% behind the device's
-own cache; 101 when there is none.
+own cache; 101 if there is none.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def measure(arguments: argparse.Namespace, size: Size, result: Result) -> None:
 def _compare(
     arguments: argparse.Namespace, hit_rate: int, qps: dict[str, list[float]], result: Result
 ) -> dict[str, object]:
-    """Host memory, with the device's cache off, over the others that were measured."""
+    """Ratios of host memory, with the device's cache off, to the other variants."""
     row: dict[str, object] = {}
     for name, other in (("device", DEVICE_HIT), ("none", NO_CACHE)):
         if HOST_OFF in qps and other in qps:

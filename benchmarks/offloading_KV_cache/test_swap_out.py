@@ -1,10 +1,10 @@
-"""Swapping out: does it cost requests per second that full blocks go to host memory as they are computed?
+"""Swapping out: how many requests per second does storing full blocks in host memory cost?
 
     python -m benchmarks.offloading_KV_cache.test_swap_out [--quick] [--json FILE] [--plot FILE.png]
 
 4 prompts of 8192 new tokens, one token out, over the tokens that a step computes at most, sync and async-2, with the
 device's cache on and off; less on a CPU. QPS with `swap_space` over QPS without, as `benchmarks/store_cost.py` measures
-it. Each cell ends with a check: what was stored is loaded, all of it, and gives the same answers.
+it. Each cell ends with a check: everything stored is loaded and gives the same answers.
 """
 
 from __future__ import annotations

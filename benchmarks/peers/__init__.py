@@ -47,7 +47,7 @@ class PeerError(RuntimeError):
 
 @runtime_checkable
 class Peer(Protocol):
-    """What a benchmark may ask of a peer. set() on a stored key replaces its block."""
+    """A peer, as benchmarks use it. set() on a stored key replaces its block."""
 
     name: str
     transport: str
@@ -116,7 +116,7 @@ class ChildServerPeer:
             raise
 
     def drop(self, keys: list[bytes]) -> None:
-        """Most peers replace a block in place; those that must be told override this."""
+        """Most peers replace a block in place; those that need a deletion first override this."""
 
     def close(self) -> None:
         try:

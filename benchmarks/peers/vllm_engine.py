@@ -52,7 +52,7 @@ _RESET_S = 30.0
 
 @dataclass
 class Measurement:
-    """One engine, and what came of it."""
+    """One engine and its results."""
 
     llm: Any
     vocab_size: int
@@ -66,7 +66,7 @@ class Measurement:
         return [common + [dice.randrange(self.vocab_size) for _ in range(length - len(common))] for _ in range(count)]
 
     def seconds(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> float:
-        """Until the last answer is there."""
+        """The seconds until the last answer."""
         import vllm
 
         params = vllm.SamplingParams(
@@ -170,7 +170,7 @@ def measure_sweep(one: Measurement, arguments: argparse.Namespace) -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=tuple(MODES))
-    parser.add_argument("--json", metavar="FILE", help="write the result there; standard output unless told")
+    parser.add_argument("--json", metavar="FILE", help="file for the result (default: standard output)")
     parser.add_argument("--model-shape", choices=tuple(MODEL_CONFIGS), default="Qwen2.5-7B")
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--input-tokens", type=int, default=10240)

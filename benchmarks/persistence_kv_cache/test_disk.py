@@ -120,7 +120,7 @@ def measure_shape(shape: str, folder: Path, repeats: int, result: Result) -> dic
 
 
 class RawFile:
-    """What the device does with direct I/O of a block's size."""
+    """The device's rates of direct I/O in pieces of a block's size."""
 
     def __init__(self, path: Path, source: BlockMemory, target: BlockMemory) -> None:
         self._source = source
@@ -137,7 +137,7 @@ class RawFile:
         return self._timed(act, threads)
 
     def read(self, threads: int, into: Sequence[memoryview] | None = None) -> float:
-        """Into the target, unless told."""
+        """Read into the target, unless given other buffers."""
         blocks = self._target.blocks if into is None else into
 
         def act(position: int, number: int) -> None:
@@ -238,7 +238,7 @@ class DiskServer:
         return int(str(self._client.stats()[name]))
 
     def _settle(self) -> None:
-        """Let the device finish what was written before, as raw writing does at its end."""
+        """Wait until the device has written everything, as raw writing does at its end."""
         fd = os.open(self._folder / "blocks.kvtier", os.O_RDONLY)
         os.fdatasync(fd)
         os.close(fd)

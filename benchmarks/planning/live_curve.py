@@ -1,4 +1,4 @@
-"""The hit curve that a cache server keeps of its traffic, against exact LRU; and what keeping it costs.
+"""The hit curve that a cache server keeps of its traffic, against exact LRU, and the cost of keeping it.
 
     python -m benchmarks.planning.live_curve [--quick] [--json FILE] [TRACE ...]
 
@@ -102,7 +102,7 @@ def record_of(requests: Sequence[TracedRequest], seed: int) -> RecordedUse:
 
 
 def shares_of(uses: Sequence[Use], num_blocks: int) -> tuple[float, float]:
-    """Of prompt tokens, and of the tokens of blocks, each taken for full."""
+    """The shares of prompt tokens, and of the tokens of blocks, each counted as full."""
     hits = [use.hit_blocks(num_blocks) for use in uses]
     hit_tokens = sum(min(hit * BLOCK_TOKENS, use.tokens) for hit, use in zip(hits, uses, strict=True))
     return hit_tokens / sum(use.tokens for use in uses), sum(hits) / sum(use.num_blocks for use in uses)

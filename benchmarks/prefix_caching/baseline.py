@@ -54,7 +54,7 @@ BARS = {
     },
     "schedule": {"schedule_step_ms": "<= 1"},
 }
-"""Those of each part."""
+"""The bars of each part."""
 
 GPU_SHAPE = "Qwen2.5-3B"
 VLLM_SHAPE = "Qwen2.5-7B"
@@ -67,7 +67,7 @@ H200_BARS = {
     "pairs": {"async2_over_sync_min": ">= 1"},
     "sweep": {f"sweep_{hit_rate}": f">= {qps}" for hit_rate, qps in VLLM_QPS.items()},
 }
-"""Besides: ahead of vLLM, and no schedule behind the plain one."""
+"""Also: ahead of vLLM, and no schedule behind the plain one."""
 
 PARTS = ("pairs", "table", "sweep", "schedule", "peer")
 QUICK_PARTS = ("pairs", "table", "sweep", "schedule")
@@ -75,12 +75,12 @@ INPUT_TOKENS = 1000
 OUTPUT_TOKENS = 24
 DEFAULT = Variant("prefix_caching")
 FORK_TOKENS = 2
-"""Of prompts that part within their first block, as chats do that begin alike."""
+"""Hit rates of prompts that part within their first block, as chats with a common beginning do."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured. `prompts` are those of the table and the sweep, `few` those of everything else."""
+    """How much is measured. `prompts` counts those of the table and the sweep, `few` those of other parts."""
 
     prompts: int
     few: int
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--few", type=int, help="prompts of pairs and peer")
     parser.add_argument("--pairs", type=int, help="how many pairs each ratio is the median of (7; 3 with --quick)")
     parser.add_argument("--hit-rates", type=int, nargs="+", help="of table and sweep, in percent")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="all unless told; without peer with --quick")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all; without peer with --quick")
     parser.add_argument("--peer-timeout", type=float, default=60.0, help="seconds for transformers")
     parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw QPS over hit rate (needs matplotlib)")
     arguments = parse(parser, argv)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _bars(arguments: argparse.Namespace, size: Size) -> dict[str, str]:
-    """Those of what is measured."""
+    """The bars of the parts that are measured."""
     bars: dict[str, str] = {}
     for part in arguments.parts:
         bars |= BARS.get(part, {})
@@ -289,7 +289,7 @@ def measure_transformers(
 def _race(
     stands: Sequence[EngineStand], maker: PromptMaker, size: Size, left: Variant, right: Variant, hit_rate: float
 ) -> list[float]:
-    """QPS of `left` over that of `right`, pair by pair. Who goes first alternates."""
+    """QPS of `left` over that of `right`, pair by pair. The first of a pair alternates."""
     ratios = []
     for number in range(size.pairs):
         prompts = maker.make(size.few, size.input_tokens, hit_rate)
@@ -308,7 +308,7 @@ def _race(
 def _run_side_by_side(
     stands: Sequence[EngineStand], order: Sequence[Variant], prompts: Sequence[Sequence[int]], hit_rate: float
 ) -> dict[Variant, Job]:
-    """Both from empty caches, taking turns step by step: what disturbs the machine disturbs both."""
+    """Run both from empty caches, in turns step by step: what disturbs the machine disturbs both."""
     jobs = {}
     gc.collect()
     for stand, variant in zip(stands, order, strict=True):
@@ -324,7 +324,7 @@ def _run_side_by_side(
 
 
 def _run(stand: EngineStand, variant: Variant, prompts: Sequence[Sequence[int]], hit_rate: float) -> Round:
-    """From an empty cache."""
+    """Run from an empty cache."""
     stand.use(variant)
     done = stand.run(prompts, OUTPUT_TOKENS)
     _check_hits(variant, hit_rate, len(prompts), done.cached_share)
@@ -332,7 +332,7 @@ def _run(stand: EngineStand, variant: Variant, prompts: Sequence[Sequence[int]],
 
 
 def _check_hits(variant: Variant, hit_rate: float, num_prompts: int, cached_share: float) -> None:
-    """What was found in the cache must be what the hit rate says; a request's part of a block may be missing."""
+    """Check that hits match the hit rate; a request may miss the part of a block."""
     reuses = variant.manager in ("prefix_caching", "yoco")
     shared = hit_rate / 100 * (1 - 1 / num_prompts) if reuses else 0.0
     if not shared - 0.04 <= cached_share <= shared + 0.001:

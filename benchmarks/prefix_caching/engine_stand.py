@@ -1,11 +1,11 @@
-"""One engine whose block manager and schedule can be exchanged: all that is compared shares weights and KV memory.
+"""One engine whose block manager and schedule can be exchanged: the variants compared share weights and KV memory.
 
 Prompts are random token ids, the answers have a fixed length, and everything is submitted at once. An engine that has
 tiers below the device can be used with and without them.
 
 On a CPU the engine is one thread, and its clock is the CPU time of this process: two threads of torch that wait for
 each other on a shared machine measure the neighbours. On an idle machine that is the time on the wall. Where other
-threads and processes are part of what is measured, the clock must be told.
+threads and processes are part of the measurement, the caller chooses another clock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SETTLE_S = 120.0
 
 
 def clock_of(device: str) -> Callable[[], float]:
-    """What seconds are counted by."""
+    """The clock of the measured seconds."""
     return time.perf_counter if device == "cuda" else time.process_time
 
 
@@ -60,7 +60,7 @@ VARIANTS = tuple(Variant(manager, schedule) for manager in MANAGERS for schedule
 
 @dataclass(frozen=True)
 class Round:
-    """What it took to answer all prompts. `shares` are those of the prompts' tokens found in the cache, by tier."""
+    """The cost of answering all prompts. `shares` are the shares of prompt tokens found in the cache, by tier."""
 
     seconds: float
     wall_s: float
@@ -83,7 +83,7 @@ class Round:
 
 
 class PromptMaker:
-    """New random prompts at every call; the first calls of two makers give the same."""
+    """New random prompts at every call; two makers give the same sequence."""
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         self._vocab_size = vocab_size
@@ -101,7 +101,7 @@ class PromptMaker:
 
 
 class Job:
-    """Prompts on their way through an engine, step by step. `seconds` are those of adding them and of all steps."""
+    """Prompts going through an engine step by step. `seconds` is the time of adding them and of all steps."""
 
     def __init__(
         self, engine: Engine, clock: Callable[[], float], prompts: Sequence[Sequence[int]], num_outputs: int
@@ -147,7 +147,7 @@ class EngineStand:
         model_fields: Mapping[str, object] | None = None,
         **settings: Any,
     ) -> None:
-        """`settings` are those of `EngineConfig`; `model_fields` are for config.json, besides those of the shape."""
+        """`settings` are for `EngineConfig`; `model_fields` are fields of config.json in addition to the shape's."""
         self._stack = contextlib.ExitStack()
         folder = self._stack.enter_context(model_folder(shape, **(model_fields or {})))
         self._device = device
@@ -160,13 +160,13 @@ class EngineStand:
         self._max_num_batched_tokens = self.llm.engine.config.max_num_batched_tokens
 
     def use(self, variant: Variant) -> None:
-        """Go on with an empty cache on the device, as `variant` says. What the tiers below have stays there."""
+        """Switch to `variant`, with an empty cache on the device. Blocks in the tiers below stay."""
         engine = self.llm.engine
         while engine.has_requests:
             engine.step()
         self.settle()
         if engine.transfer.traffic is not None:
-            engine.transfer.traffic.storer.take_copied()  # what was held is the old manager's
+            engine.transfer.traffic.storer.take_copied()  # references held belong to the old manager
         config = msgspec.structs.replace(
             engine.config,
             block_manager=variant.manager,
@@ -187,13 +187,13 @@ class EngineStand:
         )
 
     def settle(self) -> None:
-        """Wait until the tiers below the device have what was offered to them."""
+        """Wait until the tiers below the device have stored the offered blocks."""
         traffic = self.llm.engine.transfer.traffic
         if traffic is not None and not traffic.settle(_SETTLE_S):
             raise RuntimeError(f"blocks were not stored after {_SETTLE_S:.0f} s")
 
     def run(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> Round:
-        """Answer all prompts, submitted at once, `num_outputs` tokens each. The cache is as the run before left it."""
+        """Answer all prompts, submitted at once, `num_outputs` tokens each. The cache is left from the run before."""
         engine = self.llm.engine
         params = SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True)
         gc.collect()
@@ -257,7 +257,7 @@ class EngineStand:
 
 
 def kv_bytes_of(shape: str, num_tokens: int, itemsize: int) -> int:
-    """What the KV of `num_tokens` takes in blocks of 16, for `kv_cache_space`."""
+    """The size of `num_tokens` of KV in blocks of 16, for `kv_cache_space`."""
     config: Any = MODEL_CONFIGS[shape]
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * itemsize

@@ -1,4 +1,4 @@
-"""What the benchmarks of the engine take from the command line, and what they say of the machine."""
+"""The command-line options of the engine's benchmarks, and their description of the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_parser(description: str, gpu_shape: str = GPU_SHAPE) -> argparse.Argume
     parser.add_argument("--quick", action="store_true", help="fewer prompts and repeats")
     parser.add_argument("--json", metavar="FILE", help="write the result there; - for standard output")
     parser.add_argument("--repeats", type=int, help="how often each row of a table is measured")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU where there is one, unless told")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if present")
     parser.add_argument(
         "--model-shape",
         choices=tuple(MODEL_CONFIGS),
@@ -43,7 +43,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
 
 
 def device_settings(device: str, cpu_clock: str = "CPU time of the process") -> dict[str, object]:
-    """What was measured on, beside what the harness records."""
+    """The machine, in addition to what the harness records."""
     versions = {name: _version(name) for name in ("torch", "triton", "transformers")}
     if device == "cuda":
         return {"device": torch.cuda.get_device_name(), **versions}
@@ -56,9 +56,9 @@ def is_h200(device: str) -> bool:
 
 
 def conclude(result: Result, arguments: argparse.Namespace, bars: Mapping[str, str], act: Callable[[], object]) -> int:
-    """Measure with `act`, show the figures beside their bars, write the result: 1 when a bar is missed.
+    """Measure with `act`, show the figures beside their bars, write the result. Returns 1 if a bar is missed.
 
-    What was measured before a failure is written too.
+    Results from before a failure are written, too.
     """
     result.settings = {**result.settings, "bars": dict(bars)}
     try:

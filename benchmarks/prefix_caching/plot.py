@@ -46,7 +46,7 @@ def _style_of(name: str) -> dict[str, str]:
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[float, float]]:
-    """QPS by hit rate for each variant; the sweep and vLLM's row where there are such rows."""
+    """QPS by hit rate for each variant, and the sweep and vLLM's row if present."""
     lines: dict[str, dict[float, float]] = {}
     for row in rows:
         part, hit_rate = row.get("part"), int(row.get("hit %", 0))

@@ -1,4 +1,4 @@
-"""What scheduling and hashing cost a step, without a device: the scheduler runs against random tokens."""
+"""The cost of scheduling and hashing in a step, without a device: the scheduler runs on random tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ScheduleCost:
 
 
 def measure_schedule(manager: BlockManagerName) -> ScheduleCost:
-    """Decode steps of 64 running requests of a thousand tokens and more; `admit_ms` is a new prompt's, once."""
+    """Decode steps of 64 running requests of at least a thousand tokens; `admit_ms` is for admitting a prompt."""
     dice = random.Random(7)
     num_outputs = _BLOCK_TOKENS * _NUM_WINDOWS + 1
     num_blocks = NUM_REQUESTS * (-(-(_PROMPT_TOKENS + num_outputs) // _BLOCK_TOKENS) + 2)
@@ -56,7 +56,7 @@ def measure_schedule(manager: BlockManagerName) -> ScheduleCost:
 
 
 def _step_ms(scheduler: Scheduler, dice: random.Random) -> float:
-    """One step of all requests, whose sampled tokens are known at once. The time is the scheduler's alone."""
+    """One step of all requests, with tokens known at once. Only the scheduler's time counts."""
     started_at = time.perf_counter()
     step = scheduler.schedule()
     scheduler.submitted(step)

@@ -1,4 +1,4 @@
-"""Long prompts, cold and again: what the device's prefix cache is worth, and how near decoding is to its limit.
+"""Long prompts, cold and repeated: the worth of the device's prefix cache, and how near decoding is to its limit.
 
     python -m benchmarks.prefix_caching.test_long_prefill [--quick] [--json FILE]
 
@@ -6,7 +6,7 @@
 them, `hit` repeats the same prompts with their KV on the device. Requests per second; the last block of a prompt is
 computed again, except by yoco.
 
-One prompt of 30,000 tokens and one token out: the time until it is there, as the caller of `generate` sees it.
+One prompt of 30,000 tokens and one output token: the time that `generate` takes.
 
 Decoding: the median time per output token of a batch whose prompts are all cached, against the time that reading the
 weights and the KV once takes at the bandwidth of a large copy in the same run; also of one long prompt among short
@@ -43,7 +43,7 @@ PARTS = ("long", "first-token", "decode")
 VLLM_COLD = {2: 4.04, 8: 3.98, 32: 3.75, 128: 3.06}
 VLLM_HIT = {2: 229.0, 8: 101.0, 32: 43.0, 128: 11.8}
 VLLM_TTFT_MS = {"cold": 900.0, "hit": 15.5}
-"""vLLM 0.24.0 on an H200, Qwen2.5-7B's shape, the better figure where there are two."""
+"""vLLM 0.24.0 on an H200, Qwen2.5-7B's shape, the better of two figures."""
 
 H200_BYTES_PER_S = 4.8e12
 """By its data sheet; a large copy reaches about 4.2e12."""
@@ -56,7 +56,7 @@ H200_BARS = {
     "first-token": {"ttft_30k_gpu_hit_ms": "<= 12"},
     "decode": {"decode_long_over_h200_limit": "<= 1.3"},
 }
-"""Those of each part. Cold prompts are held against vLLM's with steps as long as its own."""
+"""The bars of each part. Cold prompts are compared with vLLM's in steps as long as its own."""
 
 _VLLM_STEP_TOKENS = 8192
 
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--managers", nargs="+", choices=MANAGERS, help="block managers to measure")
     parser.add_argument("--outputs", type=int, nargs="+", help="values of N")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="all unless told")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     parser.add_argument("--peer", action="store_true", help="transformers' continuous batching too, with N = 2")
     parser.add_argument("--peer-timeout", type=float, default=90.0, help="seconds for transformers")
     arguments = parse(parser, argv)
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _bars(arguments: argparse.Namespace, size: Size) -> dict[str, str]:
-    """Those of what is measured."""
+    """The bars of the parts that are measured."""
     bars: dict[str, str] = {}
     if is_h200(arguments.device) and DEFAULT in size.managers:
         for part in arguments.parts:
@@ -129,7 +129,7 @@ def measure(arguments: argparse.Namespace, size: Size, result: Result) -> None:
 
 
 def warm_up(stand: EngineStand, maker: PromptMaker, size: Size) -> None:
-    """Untimed, cold and hit, long and one alone: kernels are compiled, memory is touched."""
+    """Warm up, untimed: cold and hit, long prompts and a single one. Kernels are compiled, memory is touched."""
     stand.use(Variant("yoco"))
     prompts = maker.make(size.prompts, size.input_tokens)
     for count in (1, 1, size.prompts, size.prompts):

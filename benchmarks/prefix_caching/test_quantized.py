@@ -38,7 +38,7 @@ PREFILL = "prefill"
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured. `batches` are how many requests decode at a time."""
+    """How much is measured. `batches` are numbers of requests that decode at a time."""
 
     prompts: int
     input_tokens: int
@@ -53,7 +53,7 @@ class Size:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="all unless told; plain is always measured")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="default: all; plain is always measured")
     parser.add_argument("--input-tokens", type=int, help="how long a prompt is that is computed")
     parser.add_argument("--output-tokens", type=int, help="how long an answer is")
     arguments = parse(parser, argv)
@@ -99,7 +99,7 @@ def _prefill(stands: Mapping[str, EngineStand], maker: PromptMaker, size: Size) 
 
 
 def _decode(stands: Mapping[str, EngineStand], maker: PromptMaker, size: Size, batch: int) -> dict[str, list[float]]:
-    """Seconds a token, of the median request."""
+    """Seconds per token of the median request."""
     seconds: dict[str, list[float]] = {kind: [] for kind in stands}
     prompts = maker.make(batch, size.context_tokens)
     for stand in stands.values():

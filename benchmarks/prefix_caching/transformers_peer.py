@@ -27,7 +27,7 @@ _PAGE_TOKENS = 256
 
 @dataclass(frozen=True)
 class PeerRound:
-    """`warm_up` is answered before, untimed: other prompts of the same kind."""
+    """`warm_up` has other prompts of the same kind, answered before, untimed."""
 
     name: str
     warm_up: Sequence[Sequence[int]]
@@ -37,7 +37,7 @@ class PeerRound:
 
 @dataclass(frozen=True)
 class PeerResult:
-    """Requests per second by round, or why there are none."""
+    """Requests per second by round, or the reason for their absence."""
 
     qps: Mapping[str, float]
     details: Mapping[str, object]
@@ -47,7 +47,7 @@ class PeerResult:
 def measure_peer(
     shape: str, device: str, rounds: Sequence[PeerRound], *, max_batch_tokens: int, timeout_s: float
 ) -> PeerResult:
-    """Run the peer. Never raises for what goes wrong there. Rounds that were done before it went wrong count."""
+    """Run the peer. Never raises for its errors. Rounds before an error count."""
     with tempfile.TemporaryDirectory(prefix="kvtier-peer-") as folder:
         work, done = Path(folder) / "work.json", Path(folder) / "done.json"
         work.write_text(

@@ -3,10 +3,10 @@
     python -m benchmarks.prefixes.test_warm [--quick] [--repeats N] [--json FILE]
 
 On a CPU, with the model of `examples/demo.py`, documents of 8,000 tokens (`--quick`: 2,000, of which a request's fixed
-costs are a large share) and two deployments with folders and ports of their own. `cold` are documents of the same
-length of which nothing is cached; `warmed` was put into the cache by `kvtier warm` before the restart; `imported` came
+costs are a large share) and two deployments with folders and ports of their own. `cold` documents have the same
+length and nothing in the cache; `warmed` was put into the cache by `kvtier warm` before the restart; `imported` came
 to the second deployment by `kvtier pack`. Both must come from disk: anything else is an error. `once more` is the same
-question right after: all of it is on the device, so this is what a request costs without any load. Medians of
+question right after: all of it is on the device, so this is the cost of a request without a load. Medians of
 `--repeats` (3; 1 with `--quick`) documents or restarts.
 """
 
@@ -59,7 +59,7 @@ class _Stand:
         self.log = folder / "log"
 
     def command(self, *arguments: str) -> None:
-        """`kvtier ...`. Raises `RuntimeError` with what it says."""
+        """Run `kvtier ...`. Raises `RuntimeError` with its output if it fails."""
         done = subprocess.run(
             [sys.executable, "-P", "-m", "kvtier", *arguments], capture_output=True, text=True, check=False
         )
@@ -105,7 +105,7 @@ def main() -> int:
 
 
 def _is_from_disk(answer: Answer) -> bool:
-    """Nine tenths of the prompt at least: all but the question, and the block that it begins in."""
+    """At least nine tenths of the prompt: all but the question and the block in which it begins."""
     others = sum(count for tier, count in answer.cached.items() if tier != "disk")
     return not others and answer.cached.get("disk", 0) >= 0.9 * answer.prompt_tokens
 

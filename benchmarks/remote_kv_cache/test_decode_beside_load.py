@@ -2,13 +2,12 @@
 
     python -m benchmarks.remote_kv_cache.test_decode_beside_load [--quick] [--json FILE] [--folder DIR]
 
-16 requests decode, each with 1024 tokens before it. For as long as 512 tokens of each take, a prompt of 30,000 tokens
-comes from a cache server's disk, one token out, and the next one when it is there: loads are under way all the time.
-That takes turns with the same without loads. The times are those between two tokens of one request, as the engine
-hands them out. `decode_p99_growth` is the median over the turns of the 99th percentile with loads over the one without;
-`decode_p99_growth_copies` leaves out the two steps of each load that do more than copy: the one that takes the prompt
-in, and the one that computes its last tokens. What decodes was stored before, so that little is stored meanwhile.
-Less on a CPU.
+16 requests decode, each behind 1024 tokens. While each of them decodes 512 tokens, prompts of 30,000 tokens are loaded
+from a cache server's disk, with one output token, one after the other: a load is always in progress. This takes turns
+with the same without loads. The times are those between two tokens of one request. `decode_p99_growth` is
+the median over the turns of the 99th percentile with loads over the one without; `decode_p99_growth_copies` leaves out
+the two steps of each load that do more than copy: the one that admits the prompt, and the one that computes its last
+tokens. The decoding requests were stored before, so that little is stored meanwhile. Less on a CPU.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ H200_BARS = {FIGURE: "<= 1.05"}
 WITHOUT, BESIDE = "without", "beside loads"
 LOADING = Variant(DEVICE_OFF)
 _NUM_LONG = 2
-"""Prompts that are loaded in turns: the next must not find the last one's blocks under way."""
+"""Prompts that are loaded in turns: the next must not find the last one's blocks still in flight."""
 _LEAST_LOADED = 0.8
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured. `window` are the tokens of each request that are timed, after `lead` others."""
+    """How much is measured. After `lead` tokens of each request, `window` tokens are timed."""
 
     decoding: int
     context_tokens: int
@@ -70,7 +69,7 @@ class Size:
 
 @dataclass
 class Gaps:
-    """Seconds between tokens of one turn; those of steps that did nothing but decode; and the loads that ended."""
+    """Seconds between tokens of one turn, those of steps that only decoded, and the number of finished loads."""
 
     all_s: list[float] = field(default_factory=list)
     plain_s: list[float] = field(default_factory=list)
@@ -135,7 +134,7 @@ class Decoding:
         return name
 
     def _take(self, outputs: list[StepOutput], into: Gaps | None, *, is_plain: bool) -> None:
-        """Note the times of tokens that decode."""
+        """Note the times of decoded tokens."""
         now = time.perf_counter()
         for request, piece in outputs:
             name = request.id

@@ -2,8 +2,8 @@
 
     python -m benchmarks.remote_kv_cache.test_encrypted [--quick] [--json FILE] [--model-shape NAME]
 
-All on loopback, where there is nothing but the processors between both ends. TLS is measured if `openssl` is there to
-make a certificate.
+All on loopback, where only the processors limit the rate. TLS is measured if `openssl` is installed, which makes the
+certificate.
 """
 
 from __future__ import annotations

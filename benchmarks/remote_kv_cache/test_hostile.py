@@ -1,4 +1,4 @@
-"""What a client that behaves pays while others attack the cache server: its p99, alone and beside each attack.
+"""The cost of attacks on the cache server to a well-behaved client: its p99, alone and beside each attack.
 
     python -m benchmarks.remote_kv_cache.test_hostile [--quick] [--json FILE]
 
@@ -35,7 +35,7 @@ _BULK_HASHES = 524_000
 _CROWD = 200
 
 Attack = Callable[[str, str], None]
-"""What an attacker does again and again, given the server's address and its token."""
+"""An attack that is repeated, given the server's address and its token."""
 
 
 # --- attacks, each in a process of its own ----------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def _handshaken(address: str, token: str) -> socket.socket:
 
 
 def strangers(address: str, token: str) -> None:
-    """Connections that say nothing, as many as there may be."""
+    """As many silent connections as allowed."""
     with contextlib.ExitStack() as stack:
         for _ in range(_CROWD):
             stack.enter_context(_connected(address))
@@ -73,7 +73,7 @@ def strangers(address: str, token: str) -> None:
 
 
 def drips(address: str, token: str) -> None:
-    """Connections that say a byte at a time who they are."""
+    """Connections that send their handshake a byte at a time."""
     hello = encode_frame(0, wire.encode(wire.Hello("slow", bytes(16), bytes(16))))
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(_connected(address)) for _ in range(_CROWD)]
@@ -90,7 +90,7 @@ def guesses(address: str, token: str) -> None:
 
 
 def presence(address: str, token: str) -> None:
-    """Questions about more blocks than anybody has."""
+    """Requests for more blocks than any prompt has."""
     hashes = os.urandom(32 * _BULK_HASHES)
     with _handshaken(address, token) as sock:
         while True:
@@ -99,7 +99,7 @@ def presence(address: str, token: str) -> None:
 
 
 def matches(address: str, token: str) -> None:
-    """Prompts longer than anybody has."""
+    """Prompts of excessive length."""
     hashes = os.urandom(32 * _BULK_HASHES)
     with _handshaken(address, token) as sock:
         sock.sendall(encode_frame(1, wire.encode(wire.Open(bytes(32), "attack", LAYOUT.block_bytes, 16, ""))))
@@ -111,7 +111,7 @@ def matches(address: str, token: str) -> None:
 
 
 def namespaces(address: str, token: str) -> None:
-    """As many namespaces as a connection may open, and questions about all of them."""
+    """As many namespaces as a connection may open, and requests about all of them."""
     with contextlib.ExitStack() as stack:
         for number in range(8):
             sock = stack.enter_context(_handshaken(address, token))
@@ -125,7 +125,7 @@ def namespaces(address: str, token: str) -> None:
 
 
 def frames(address: str, token: str) -> None:
-    """Frames that are none, each on a connection of its own."""
+    """Invalid frames, each on its own connection."""
     dice = random.Random()
     with contextlib.suppress(OSError), _handshaken(address, token) as sock:
         sock.sendall(encode_frame(1, dice.randbytes(dice.randint(1, 4000))))
@@ -141,16 +141,16 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "matches of 524,000": (matches, 4),
     "8,000 namespaces": (namespaces, 1),
 }
-"""What they do, and how many do it."""
+"""Attacks, and the number of attackers."""
 
 
 def _attack(act: Attack, address: str, token: str) -> None:
     os.setsid()
-    step_back(15)  # attackers come from elsewhere: what they cost is what the server does for them, not their own work
+    step_back(15)  # attackers are on other machines: only the server's work for them counts, not their own
     while True:
         try:
             act(address, token)
-        except Exception:  # refused, cut off, or the server is full: that is what it is for
+        except Exception:  # refused, cut off, or the server is full: as intended
             time.sleep(0.001)
 
 
@@ -176,7 +176,7 @@ def attacked(server: ServerProcess, act: Attack, count: int) -> Iterator[None]:
 
 
 class Neighbour:
-    """Matches and reads prompts that are there."""
+    """Matches and reads cached prompts."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.client = kvtier.connect(server.unix, layout=LAYOUT, namespace=NAMESPACE, timeout_s=30.0)
@@ -187,7 +187,7 @@ class Neighbour:
             self.client.set(hashes, [bytes([number]) * LAYOUT.block_bytes] * _PROMPT_BLOCKS)
 
     def ask(self, num_requests: int) -> list[float]:
-        """The seconds of requests with a pause between them, as an engine makes them."""
+        """The seconds of requests with pauses between them, as from an engine."""
         times = []
         for number in range(num_requests):
             which = number % _NUM_PROMPTS

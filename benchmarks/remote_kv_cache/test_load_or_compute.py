@@ -4,9 +4,9 @@
 
 Each prompt is stored in the tier once; then it is asked for again with one token out by three engines in turn: one
 without tiers, one that always loads, and one that decides. The device's own cache is off. Links of several speeds, down
-to far slower than computing, stand between the engine and a server over TCP; what does not come over one within the
-client's deadline counts as never loaded (inf). `decision_worst` is the worst ratio of the decision to the better of the
-two, where 2 ms more than it count as 5%: 1.05 is the bar.
+to far slower than computing, stand between the engine and a server over TCP; a load that misses the
+client's deadline counts as never finished (inf). `decision_worst` is the worst ratio of the decision to the better of
+the two, where 2 ms more count as 5%: 1.05 is the bar.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _server(memory: int, *, link: float | None = None, has_disk: bool = False) -
 
 
 class _Stand:
-    """Engines of the same weights: one that computes, and for each tier two more."""
+    """Engines with the same weights: one that computes, and two more for each tier."""
 
     def __init__(self, folder: str, device: str, room: int) -> None:
         self._folder = folder
@@ -172,7 +172,7 @@ class _Stand:
             "max_num_requests": 8,
         }
         self._late: set[int] = set()
-        """Lengths of prompts that the slow link at hand does not bring in time."""
+        """Lengths of prompts that are too late over the current slow link."""
         self._is_exact = device == "cpu"
         """In bfloat16, random weights make ties that fall either way; tests/gpu compares answers in float32."""
         self.compute = LLM(folder, **self._settings)
@@ -181,7 +181,7 @@ class _Stand:
         self._block_bytes = engine.arena.layout.block_bytes
 
     def kv_bytes_per_s(self, length: int) -> float:
-        """How fast computing makes KV."""
+        """Bytes of KV computed per second."""
         (prompt,) = self._prompts.make(1, length)
         self._ask(self.compute, prompt)
         seconds = statistics.median(self._ask(self.compute, prompt)[0] for _ in range(3))
@@ -224,7 +224,7 @@ class _Stand:
             raise RuntimeError(f"the prompts are not stored within {_PATIENCE_S:.0f} s")
 
     def _race(self, engines: dict[str, LLM], prompt: list[int], *, is_slow: bool) -> tuple[dict[str, float], int]:
-        """Seconds of each, and how many tokens the deciding engine loaded. All answers are the same."""
+        """Seconds of each engine, and the tokens that the deciding one loaded. Checks that all answers are equal."""
         seconds: dict[str, float] = {}
         answers = set()
         num_loaded = 0
@@ -241,9 +241,9 @@ class _Stand:
         return seconds, num_loaded
 
     def _ask_loaded(self, llm: LLM, prompt: list[int], *, is_slow: bool) -> tuple[float, int, int]:
-        """As `_ask`, of a prompt that is loaded whole.
+        """Like `_ask`, for a prompt that is loaded whole.
 
-        On a busy machine a tier may answer too late, and is left alone for a while: such a turn does not count.
+        On a busy machine a tier may answer too late and is skipped for a while: such a turn does not count.
         """
         for attempt in range(_TRIES):
             time.sleep(attempt)
@@ -258,7 +258,7 @@ class _Stand:
         raise RuntimeError(f"in {_TRIES} turns only {cached} of {len(prompt)} tokens were loaded")
 
     def _ask(self, llm: LLM, prompt: list[int]) -> tuple[float, int, int]:
-        """Seconds, the first token, and how many tokens of the prompt were not computed."""
+        """Seconds, the first token, and the number of prompt tokens that were not computed."""
         _forget_host(llm)
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         started_at = time.perf_counter()
@@ -268,7 +268,7 @@ class _Stand:
 
 
 def _forget_host(llm: LLM) -> None:
-    """What came over TCP stays in the host's tier; it is to come over TCP again."""
+    """Empty the host tier, so that blocks loaded over TCP are loaded over TCP again."""
     traffic = llm.engine.transfer.traffic
     if traffic is None:
         return
@@ -279,7 +279,7 @@ def _forget_host(llm: LLM) -> None:
 
 
 def plot(cells: list[Cell], path: Path) -> None:
-    """One picture per tier: the three times over the prompt's length."""
+    """Draw a picture per tier: the three times over the prompt's length."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     tiers = list(dict.fromkeys(cell.tier for cell in cells))

@@ -4,8 +4,8 @@
 
 10 prompts x 10240 random tokens, all submitted at once, 1024 tokens a step, N tokens out. Round 1 computes them, into a
 cache server; 2 and 3 repeat them. Then the engine is closed and another one started: round 4 finds the prompts in the
-server, 5 and 6 wherever the engine keeps them by now. With the device's cache on, and off. `--swap-space` puts host
-memory between the device and the server. Less on a CPU.
+server, rounds 5 and 6 wherever the engine keeps them by then. With the device's cache on, and off. `--swap-space` puts
+host memory between the device and the server. Less on a CPU.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         measure(arguments, size, result)
         print_figures(result.figures, {})
-    finally:  # what was measured before a failure is not lost
+    finally:  # keep the results from before a failure
         result.write(arguments.json)
     if arguments.plot is not None:
         _draw(arguments, size, result)

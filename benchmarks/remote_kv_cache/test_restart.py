@@ -56,7 +56,7 @@ H200_BARS = {
     "server": {"server_over_host": ">= 0.95"},
     "disk": {"disk_of_raw": ">= 0.9", "disk_decided_over_computing": ">= 0.98"},
 }
-"""Those of each part. Deciding is never slower than computing: within what two runs of the same differ by."""
+"""The bars of each part. Deciding is never slower than computing, within the noise between two equal runs."""
 
 LOADING = Variant(DEVICE_OFF)
 COMPUTING = Variant(DEVICE_OFF, has_tiers=False)
@@ -82,7 +82,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Stored:
-    """What the first engine computed."""
+    """The answers of the first engine."""
 
     prompts: list[list[int]]
     answers: Round
@@ -91,7 +91,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Turn:
-    """One thing that takes turns: an engine that goes through all prompts. `before` is not timed."""
+    """A contender: an engine that answers all prompts. `before` is not timed."""
 
     stand: EngineStand
     variant: Variant
@@ -102,7 +102,7 @@ class Turn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_tier_parser(__doc__ or "", GPU_SHAPE)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="all unless told")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument("--output-tokens", type=int, help="how long an answer is")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the disk's files go")
     arguments = parse(parser, argv)
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Restart:
-    """The whole of it; what its parts have in common."""
+    """The benchmark, and the state shared by its parts."""
 
     def __init__(self, arguments: argparse.Namespace, size: Size, result: Result) -> None:
         self._arguments = arguments
@@ -217,7 +217,7 @@ class Restart:
     # --- what they share -------------------------------------------------------------------------------------------
 
     def _store(self, server: ServerProcess) -> Stored:
-        """Computed by an engine that is gone when this returns; on disk too, if there is one."""
+        """Compute all prompts by an engine that is closed afterwards; they are on disk too, if there is one."""
         size = self._size
         with self._engine({"cache_server": server.unix}) as stand:
             self._result.settings = {**self._result.settings, **stand.settings()}
@@ -325,7 +325,7 @@ def _gbs(qps: Sequence[float], stored: Stored) -> float:
 
 
 def _forget_host(stand: EngineStand) -> None:
-    """What came over TCP is to come over TCP again."""
+    """Empty the host tier, so that blocks loaded over TCP are loaded over TCP again."""
     stand.settle()
     assert stand.llm.engine.transfer.traffic is not None
     for guard in stand.llm.engine.transfer.traffic.hierarchy.guards:

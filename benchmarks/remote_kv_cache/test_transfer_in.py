@@ -1,4 +1,4 @@
-"""Transferring in: what a cache server is worth to an engine that was restarted.
+"""Transferring in: the worth of a cache server to an engine that was restarted.
 
     python -m benchmarks.remote_kv_cache.test_transfer_in [--quick] [--tcp] [--json FILE] [--plot FILE.png]
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         measure(arguments, size, result)
         print_figures(result.figures, {FIGURE: ">= 2.5"})
-    finally:  # what was measured before a failure is not lost
+    finally:  # keep the results from before a failure
         result.write(arguments.json)
     if arguments.plot is not None:
         _draw(arguments, size, result)
@@ -119,7 +119,7 @@ def measure(arguments: argparse.Namespace, size: Size, result: Result) -> None:
 
 
 def _groups(size: Size) -> list[list[tuple[BlockManagerName, int]]]:
-    """What is to be run, in groups whose new tokens are at most those of one run without hits."""
+    """The runs, in groups whose new tokens are at most those of one run without hits."""
     groups: list[list[tuple[BlockManagerName, int]]] = []
     for manager in size.managers:
         room: list[int] = []
@@ -158,7 +158,7 @@ def _run_second(arguments: argparse.Namespace, stand: EngineStand, job: Job, siz
 
 
 def _report(jobs: Sequence[Job], size: Size, result: Result) -> None:
-    """Of the hit rates that were run twice."""
+    """Ratios for the hit rates that were run twice."""
     result.rows.clear()
     for manager in size.managers:
         for hit_rate in size.hit_rates:

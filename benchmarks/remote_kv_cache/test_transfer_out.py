@@ -1,12 +1,11 @@
-"""Transferring out: does it cost requests per second that full blocks go to a cache server as they are computed?
+"""Transferring out: how many requests per second does sending full blocks to a cache server cost?
 
     python -m benchmarks.remote_kv_cache.test_transfer_out [--quick] [--tcp] [--json FILE] [--plot FILE.png]
 
 4 prompts of 8192 new tokens, one token out, over the tokens that a step computes at most, sync and async-2, with the
 device's cache on and off; less on a CPU. QPS with `cache_server` over QPS without any tier, as
 `benchmarks/store_cost.py` measures it. The server is a process of its own on this host, reached through shared memory,
-or with `--tcp` over a socket. Each cell ends with a check: what was stored is loaded, all of it, and gives the same
-answers.
+or with `--tcp` over a socket. Each cell ends with a check: everything stored is loaded and gives the same answers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What things cost in the simulation. Every number is measured or is an assumption that its comment names."""
+"""The cost model of the simulation. Every number is measured, or is an assumption that its comment names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.shapes import SHAPES
 from kvtier.stores.valkey.shard import CONNECTIONS_PER_SHARD
 
 _FEW_NODES = 3
-"""Of fewer, `stores/valkey/cluster` asks each over all of its connections."""
+"""With fewer nodes, `stores/valkey/cluster` asks each over all of its connections."""
 
 LAYOUT = SHAPES["Qwen2.5-7B"]
 """57,344 bytes a token, 0.9 MB a block of 16."""
@@ -17,7 +17,7 @@ LAYOUT = SHAPES["Qwen2.5-7B"]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of an H200 with Qwen2.5-7B, kvtier's client and Valkey 9.1. Rates are in bytes per second."""
+    """The costs of an H200 with Qwen2.5-7B, kvtier's client and Valkey 9.1. Rates are in bytes per second."""
 
     token_prefill_s: float = 2.115e-5
     pair_prefill_s: float = 2.951e-10
@@ -43,10 +43,10 @@ class Costs:
     """A node's CPU for each key of a match, pipelined: measured on one core."""
 
     deadline_s: float = 1.0
-    """`timeout_s`: what the first request to a node that hangs waits."""
+    """`timeout_s`: the wait of the first request to a hung node."""
 
     keeper_s: float = 0.5
-    """How long a host takes to see that a node is back, at most."""
+    """The longest time until a host notices that a node is back."""
 
     failover_s: float = 3.3
     """From the end of a primary to its replica's first answer: measured with `cluster-node-timeout 2000`."""
@@ -57,10 +57,10 @@ class Costs:
 
     in_flight_bytes: int = 64 << 20
     max_in_flight: int = 16
-    """What a host has under way, and blocks of one connection: as `stores/valkey/window` has them."""
+    """Bytes in flight to a host, and blocks of one connection, as in `stores/valkey/window`."""
 
     def window_blocks(self, num_nodes: int) -> int:
-        """Blocks under way to each of the nodes that a load asks at once.
+        """Blocks in flight from each of the nodes that a load asks at once.
 
         The bound of a host is divided among the connections in use: two to each of a few nodes, else one.
         """
@@ -77,7 +77,7 @@ class Costs:
         return self.prefill_s(first_block * LAYOUT.block_tokens, num_blocks * LAYOUT.block_tokens)
 
     def blocks_in(self, first_block: int, seconds: float) -> float:
-        """How many blocks behind `first_block` are computed in `seconds`: the inverse of `blocks_s`."""
+        """The number of blocks from `first_block` on computed in `seconds`: the inverse of `blocks_s`."""
         first_token = first_block * LAYOUT.block_tokens
         slope = self.token_prefill_s + 2 * self.pair_prefill_s * first_token
         root = math.sqrt(slope**2 + 4 * self.pair_prefill_s * max(0.0, seconds))

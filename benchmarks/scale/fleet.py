@@ -20,7 +20,7 @@ from benchmarks.scale.placement import Prompt, Segment, shard_of
 from kvtier.stores.valkey.slots import NUM_SLOTS
 
 _STAGING_BYTES = 4 << 30
-"""What a host keeps of blocks that wait to be stored. What comes faster is not stored."""
+"""The queue of blocks to store on a host. Blocks beyond it are not stored."""
 _POLL_S = 0.01
 _MEET_POLL_S = 0.02
 _NUM_RATES = 5
@@ -29,21 +29,21 @@ _GAP_BLOCKS = 0.5
 _RETRY_SLOW_S = 10.0
 _CLEARLY_FASTER = 0.5
 _WORTH_MEETING = 0.85
-"""As `transfer/decision` has them: tried again after so long; loaded alone, or met, up to these shares."""
+"""As in `transfer/decision`: the time until a retry, and the shares up to which blocks are loaded alone, or met."""
 
 
 class Sharing(enum.Enum):
-    """What hosts know of what others are computing."""
+    """What hosts know about blocks that others are computing."""
 
     NOTHING = enum.auto()
     CLAIM = enum.auto()
     """The first host to compute a segment stores it; others compute and do not store."""
     WAIT = enum.auto()
-    """As CLAIM, and others wait for it, no longer than computing would take."""
+    """Like CLAIM, and others wait for it, but no longer than computing would take."""
 
 
 class Way(enum.Enum):
-    """How a request gets what the cluster has."""
+    """How a request gets its blocks from the cluster."""
 
     COMPUTE = enum.auto()
     LOAD = enum.auto()
@@ -122,7 +122,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one request."""
+    """The outcome of one request."""
 
     arrived_at: float
     ttft_s: float
@@ -178,7 +178,7 @@ class Fleet:
     # --- from outside ----------------------------------------------------------------------------------------------
 
     def fill(self, prompts: Sequence[Prompt]) -> None:
-        """The cluster has `prompts`, as far as its memory goes."""
+        """Put `prompts` into the cluster, as far as they fit."""
         for prompt in prompts:
             for segment in prompt.segments:
                 self.shard(segment).keep(segment, self.config.shard_bytes)
@@ -190,7 +190,7 @@ class Fleet:
                 self._keep_local(host, segment)
 
     def ask(self, host: Host, prompt: Prompt) -> None:
-        """A request comes now."""
+        """A request arrives now."""
         request = Request(host, prompt, self.clock.now)
         host.num_requests += 1
         delay_s = 0.0
@@ -238,7 +238,7 @@ class Fleet:
     # --- a request -------------------------------------------------------------------------------------------------
 
     def _match(self, request: Request) -> None:
-        """What the cluster has behind what the host has itself."""
+        """The blocks in the cluster behind those on the host."""
         host = request.host
         num_keys = request.prompt.num_blocks - request.num_ready
         self.num_matched_keys += num_keys
@@ -331,7 +331,7 @@ class Fleet:
             self._next_segment(request)
 
     def _next_segment(self, request: Request) -> None:
-        """The first that is missing, or where computing comes from the front, the last."""
+        """The first missing segment; the last one if the front is computed."""
         if request.loads:
             segment = request.loads[-1 if request.way is Way.MEET else 0]
             shard = self.shard(segment)
@@ -360,7 +360,7 @@ class Fleet:
             self._end_load(request, is_late=True)
 
     def _cancel(self, request: Request) -> int:
-        """End the flow. Returns the blocks that it has brought."""
+        """End the flow. Returns the blocks that have arrived."""
         if request.flow is None or request.link is None:
             return 0
         came_bytes = request.link.cancel(request.flow)

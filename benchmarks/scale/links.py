@@ -29,7 +29,7 @@ class Clock:
         self.at(self.now + delay_s, act)
 
     def run(self, until_s: float = float("inf")) -> None:
-        """Until nothing is left to do, or the clock says `until_s`."""
+        """Run until nothing is left to do, or until the clock shows `until_s`."""
         while self._acts and self._acts[0][0] <= until_s:
             self.now, _, act = heapq.heappop(self._acts)
             act()
@@ -79,7 +79,7 @@ class Link:
         return flow
 
     def cancel(self, flow: Flow) -> float:
-        """End a flow before its time. Returns the bytes that had come."""
+        """End a flow early. Returns the bytes that had arrived."""
         if flow.is_over:
             return flow.nbytes
         self._advance()
@@ -89,7 +89,7 @@ class Link:
         return max(0.0, flow.nbytes - (flow.ends_at - self._served))
 
     def cut(self) -> list[Flow]:
-        """End all flows before their time; `on_end` of none is called."""
+        """End all flows early, without calling their `on_end`."""
         self._advance()
         flows = [flow for _, _, flow in self._heap if not flow.is_over]
         for flow in flows:
@@ -100,7 +100,7 @@ class Link:
         return flows
 
     def came_bytes(self, flow: Flow) -> float:
-        """What has come of a flow that is not over."""
+        """The bytes of an unfinished flow that have arrived."""
         self._advance()
         return max(0.0, flow.nbytes - (flow.ends_at - self._served))
 
@@ -111,11 +111,11 @@ class Link:
 
     @property
     def each_rate(self) -> float:
-        """What each flow has now."""
+        """The bytes that each flow has now."""
         return min(self._flow_rate, self._rate / self._num_flows) if self._num_flows else 0.0
 
     def _advance(self) -> None:
-        """Note what has come since the last change."""
+        """Account for the bytes since the last change."""
         elapsed_s = self._clock.now - self._noted_at
         self._noted_at = self._clock.now
         if self._num_flows:

@@ -39,7 +39,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What may be cached of a prompt, and how many tokens of a question behind it are always computed."""
+    """A prompt's cacheable part, and the tokens of a question behind it, which are always computed."""
 
     segments: tuple[Segment, ...]
     question_tokens: int = 64
@@ -74,7 +74,7 @@ def slot_of_segment(head: BlockHash) -> int:
 
 
 def shard_of(slot: int, num_shards: int) -> int:
-    """As a new cluster is made: each node has a run of slots, all as long."""
+    """Like a new cluster: each node has a run of slots of the same length."""
     return slot * num_shards // NUM_SLOTS
 
 

@@ -1,4 +1,4 @@
-"""The questions: each makes a table and some figures."""
+"""The scenarios, each with a table and some figures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUM_SHARDS = 64
 SHARD_RATE = 3.125e9
 """25 GbE."""
 LOCAL_BYTES = 20 << 30
-"""A host's own memory in front of the cluster, where there is some."""
+"""A host's own memory in front of the cluster, if any."""
 LONG_BLOCKS = 6250
 """100,000 tokens."""
 _MIN_SPREAD_SEGMENT = 64
@@ -50,7 +50,7 @@ _ENGINES_PER_HOST = 8
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What a scenario found out."""
+    """The results of a scenario."""
 
     name: str
     title: str
@@ -60,7 +60,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much of it is simulated."""
+    """The size of the simulation."""
 
     hosts: tuple[int, ...]
     fleet_hosts: int
@@ -328,7 +328,7 @@ def herd(size: Size) -> Table:
 
 
 def counting(size: Size) -> Table:
-    """What needs no simulation: connections, questions and bytes by the number of hosts."""
+    """Without simulation: connections, requests and bytes by the number of hosts."""
     costs = Costs()
     rows: list[dict[str, object]] = []
     figures: dict[str, float] = {}
@@ -395,7 +395,7 @@ def routing(size: Size) -> Table:
 
 
 def in_flight(size: Size) -> Table:
-    """What a load reaches by round trip: of one segment, from one node, and of several from as many at once."""
+    """The rate of a load by round trip: of one segment, from one node, and of several from as many at once."""
     del size
     costs = Costs()
     rows: list[dict[str, object]] = []

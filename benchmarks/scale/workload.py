@@ -1,4 +1,4 @@
-"""Requests that come at random to random hosts, for prompts of which some are asked for more often than others."""
+"""Random requests to random hosts, for prompts of unequal popularity."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def drive(
 
 
 def warm_up(fleet: Fleet, workload: Workload, prompts: Sequence[Prompt]) -> None:
-    """The cluster has all prompts, and each host's own memory what it was asked for lately."""
+    """Put all prompts into the cluster, and recent ones into each host's own memory."""
     fleet.fill(prompts)
     warm_hosts(fleet, workload, prompts)
 
@@ -115,7 +115,7 @@ def warm_hosts(fleet: Fleet, workload: Workload, prompts: Sequence[Prompt], seed
 
 
 def between(outcomes: Sequence[Outcome], begin_s: float, end_s: float) -> list[Outcome]:
-    """Those whose requests came in that time."""
+    """The outcomes of requests that arrived in that time."""
     return [outcome for outcome in outcomes if begin_s <= outcome.arrived_at < end_s]
 
 
@@ -131,14 +131,14 @@ def ttft_s(outcomes: Sequence[Outcome], share: float) -> float:
 
 
 def computed_share(outcomes: Sequence[Outcome], prompt_blocks: int) -> float:
-    """Of the blocks asked for, those that were computed."""
+    """The share of requested blocks that were computed."""
     if not outcomes:
         return float("nan")
     return sum(outcome.computed_blocks for outcome in outcomes) / (prompt_blocks * len(outcomes))
 
 
 def missing_share(outcomes: Sequence[Outcome], prompt_blocks: int) -> float:
-    """Of the blocks asked for, those that neither host nor cluster had."""
+    """The share of requested blocks that neither host nor cluster had."""
     if not outcomes:
         return float("nan")
     return sum(outcome.missing_blocks for outcome in outcomes) / (prompt_blocks * len(outcomes))

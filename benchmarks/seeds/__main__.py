@@ -6,9 +6,9 @@
     python -m benchmarks.seeds draw                                # pictures from the results
     python -m benchmarks.seeds page [--check]                      # docs/seeds.md from the results
 
-A result is written as soon as its run is over, to `benchmarks/results/seeds/` or to `--out`. With `--minutes` no run
-begins that would probably not end in time. `--tiny` runs everything in a small size on a CPU: it shows that it runs.
-`--list --all` names the project's other results, too: those older than the code they measure are marked.
+A result is written as soon as its run ends, to `benchmarks/results/seeds/` or to `--out`. With `--minutes`, runs that
+would probably not end in time are not started. `--tiny` runs everything in a small size on a CPU, to show that it
+works. `--list --all` also lists the project's other results, and marks those older than the code they measure.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list(tables: Sequence[Table], *, is_all: bool) -> int:
-    """Never fails: a result that is older is named, and no more."""
+    """Never fails: old results are only listed."""
     for table in tables:
         for machine in MACHINES:
             for run, file in zip(table.runs, table.results(machine), strict=True):
@@ -115,13 +115,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="with --list: the project's other results, too")
     acts = parser.add_subparsers(dest="act")
     run = acts.add_parser("run", help="measure tables")
-    run.add_argument("names", nargs="*", metavar="NAME", help="all that are missing or old unless told")
+    run.add_argument("names", nargs="*", metavar="NAME", help="default: all that are missing or old")
     run.add_argument("--machine", choices=tuple(MACHINES), help="what this machine is, unless it is seen")
     run.add_argument("--minutes", type=float, default=600.0, help="how long all may take")
     run.add_argument("--again", action="store_true", help="also what is kept and new")
     run.add_argument("--tiny", action="store_true", help="a small size on a CPU")
     draw = acts.add_parser("draw", help="draw pictures from results")
-    draw.add_argument("names", nargs="*", metavar="NAME", help="all unless told")
+    draw.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     page = acts.add_parser("page", help="write docs/seeds.md from results")
     page.add_argument("--check", action="store_true", help="only say whether it is what the results make")
     for one in (run, draw, page):

@@ -1,4 +1,4 @@
-"""The documents' pictures, drawn from results alone. Needs matplotlib, and no GPU."""
+"""Draws the documents' pictures from results. Needs matplotlib and no GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Y_LABEL = "requests per second"
 
 
 def draw_table(table: Table, folder: Path = RESULTS) -> list[Path]:
-    """Draw all pictures of a table that has results; nothing without."""
+    """Draw all pictures of a table, if it has results."""
     documents = [json.loads(file.read_text()) for file in table.results(GPU, folder) if file.exists()]
     drawn = []
     for name in table.pictures if documents else ():

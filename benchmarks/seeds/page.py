@@ -1,4 +1,4 @@
-"""docs/seeds.md from the results: each table of the documents with ours in its cells and the document's in brackets."""
+"""Makes docs/seeds.md from the results: the documents' tables with our values, and the document's in brackets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ documents'. A cell is ours, and in brackets what the document has. S0 to S3 were
 
 @dataclass(frozen=True)
 class Section:
-    """What the page says of a table: `show` makes its lines from rows, of which there may be none."""
+    """A table of the page: `show` makes its lines from rows, possibly none."""
 
     name: str
     show: Show
@@ -113,7 +113,7 @@ def _head(*columns: str | Sequence[str]) -> list[str]:
 
 
 def _plain(columns: Mapping[str, str], rows: Sequence[Row]) -> list[str]:
-    """Our own rows; `columns` are headings by the rows' names."""
+    """Our own rows. `columns` maps names of the rows' fields to headings."""
     lines = _head(tuple(columns.values()))
     for row in rows or [{}]:
         cells = [_shown(row[name]) if name in row else NOT_RUN for name in columns]

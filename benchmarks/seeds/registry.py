@@ -1,8 +1,7 @@
 """The tables: the command of each, where it runs, how long it takes there, its result files and pictures.
 
-S0 to S4 are the documents: remote KV cache, offloading, using it, prefix caching, Vineyard. A table may be several
-runs, each of them short enough to share ten minutes with others; their rows together are the table. The order is that
-of importance.
+S0 to S4 are the documents: remote KV cache, offloading, using it, prefix caching, Vineyard. A table may consist of
+several runs, each short enough to share ten minutes with others. The most important come first.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "seeds"
 GPU, CPU = "gpu", "cpu"
 MACHINES: Mapping[str, str] = {GPU: "h200", CPU: "cpu"}
-"""How result files begin, by the kind of machine."""
+"""Prefixes of result files, by kind of machine."""
 
 _ENGINE_TINY = ("--quick", "--device", "cpu", "--prompts", "2")
 _TINY = (*_ENGINE_TINY, "--input-tokens", "72", "--always-load")
@@ -27,7 +26,7 @@ _ON, _OFF = ("--managers", "prefix_caching"), ("--managers", "disable_prefix_cac
 
 @dataclass(frozen=True)
 class Run:
-    """One command. `seconds` is about how long it takes, by the kind of machine; `part` tells runs of a table apart."""
+    """One command. `seconds` is its approximate time by kind of machine; `part` distinguishes the runs of a table."""
 
     arguments: tuple[str, ...]
     tiny: tuple[str, ...]
@@ -37,9 +36,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Table:
-    """`needs` are the kinds of machines it is kept of. `pictures` are the names of PNG files, without their end.
+    """`needs` are the kinds of machines whose results are kept. `pictures` are names of PNG files, without suffix.
 
-    With `file`, it is no table of the documents, but one of the project's other results, and this is what it is called.
+    With `file`, this is not a table of the documents but another result of the project, in that file.
     """
 
     name: str
@@ -256,11 +255,11 @@ OTHERS: tuple[Table, ...] = tuple(
         ("test_shared_memory", "vineyard.test_shared_memory", (), _QUICK_TINY, 60),
     )
 )
-"""The other results that are kept of a CPU, and shown in the README."""
+"""Other results, measured on a CPU and shown in the documents."""
 
 
 def tables_of(names: list[str]) -> list[Table]:
-    """By name, in the order of the registry. Raises `ValueError` with one sentence for a name that is not known."""
+    """Tables by name, in the order of the registry. Raises `ValueError` for an unknown name."""
     known = [table.name for table in (*TABLES, *OTHERS)]
     unknown = sorted(set(names) - set(known))
     if unknown:
@@ -269,7 +268,7 @@ def tables_of(names: list[str]) -> list[Table]:
 
 
 def runs_on(machine: str, tables: list[Table]) -> Iterator[tuple[Table, Run]]:
-    """The runs that a machine of this kind can do, those that are needed of it first."""
+    """The runs that this kind of machine can do, the needed ones first."""
     for is_needed in (True, False):
         for table in tables:
             if (machine in table.needs) == is_needed:

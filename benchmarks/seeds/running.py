@@ -1,4 +1,4 @@
-"""Runs tables, each run in a process of its own; a result is in its place as soon as it is there."""
+"""Runs tables, each run in its own process, and puts each result in its place as soon as it exists."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Done:
 def run_tables(
     tables: list[Table], machine: str, folder: Path, *, minutes: float, is_tiny: bool, only_missing: bool
 ) -> int:
-    """Results go to `folder`; 1 when a run failed or had no time. `only_missing` leaves out what is kept and new."""
+    """Write results to `folder`. Returns 1 if a run failed or had no time. `only_missing` skips new results."""
     folder.mkdir(parents=True, exist_ok=True)
     done: list[Done] = []
     deadline = time.monotonic() + 60 * minutes
@@ -66,7 +66,7 @@ def _run(table: Table, run: Run, machine: str, folder: Path, name: str, left_s: 
 
 
 def _keep(fresh: Path, target: Path, status: int | None) -> str:
-    """Put a whole result in its place. One that misses a bar (status 1) is a result; one that was broken off is not."""
+    """Put a complete result in its place, even if it misses a bar (status 1)."""
     try:
         document = json.loads(fresh.read_text())
     except (OSError, ValueError):
@@ -86,12 +86,12 @@ def _misses_a_bar(document: Mapping[str, Any]) -> bool:
 
 
 def _is_kept(result: Path) -> bool:
-    """There, and not older than what it measures as far as git knows."""
+    """Whether the result exists and is not older than the code it measures, as far as git knows."""
     return result.exists() and not age_of(result).changes
 
 
 def missing_results(tables: Sequence[Table], folder: Path = RESULTS) -> list[str]:
-    """The result files that are not there, of the machines that each table needs."""
+    """The missing result files, for the machines that each table needs."""
     return [
         file.name
         for table in tables

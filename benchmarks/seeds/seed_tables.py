@@ -11,7 +11,7 @@ _FILE = Path(__file__).with_name("seed_tables.md")
 
 @dataclass(frozen=True)
 class SeedTable:
-    """`columns` are without the first, which names the rows."""
+    """`columns` leaves out the first, which names the rows."""
 
     corner: str
     columns: tuple[str, ...]

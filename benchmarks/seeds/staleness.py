@@ -1,7 +1,7 @@
-"""Which results are older than the code they measure: the commit in a result against the last changes of the modules.
+"""Finds results that are older than the code they measure, by comparing a result's commit with changes of the modules.
 
-Git says it, so it is said only where the repository has its history. A result is not wrong for being older: a change
-may have changed nothing that is measured. Only measuring again tells.
+It needs the repository's git history. An old result is not wrong: the change may not affect what is measured. Only
+measuring again shows that.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "peers": (),
     "quantized_products": ("kernels",),
 }
-"""Below src/kvtier, by the beginning of a benchmark's name; the longest that fits counts."""
+"""Modules below src/kvtier, by the beginning of a benchmark's name; the longest match counts."""
 
 
 @dataclass(frozen=True)
 class Age:
-    """What git says of a result. `changes` are commits since then that changed what it measures; None: not known."""
+    """The age of a result, from git. `changes` are later commits that changed the code it measures; None if unknown."""
 
     file: Path
     commit: str
@@ -68,7 +68,7 @@ def measured_by(benchmark: str) -> tuple[str, ...]:
 
 
 def age_of(file: Path, root: Path = ROOT) -> Age:
-    """Raises `OSError` or `ValueError` for a file that is no result."""
+    """Raises `OSError` or `ValueError` if the file is not a result."""
     document: Mapping[str, Any] = json.loads(file.read_text())
     commit, at = str(document.get("commit", "unknown")), str(document.get("at", ""))
     known = commit.removesuffix("-dirty")
@@ -77,7 +77,7 @@ def age_of(file: Path, root: Path = ROOT) -> Age:
 
 
 def ages(folder: Path, root: Path = ROOT) -> Iterator[Age]:
-    """Of all results in a folder and the folders below it."""
+    """The ages of all results in a folder and the folders below it."""
     for file in sorted(folder.rglob("*.json")):
         yield age_of(file, root)
 

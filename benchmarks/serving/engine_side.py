@@ -11,14 +11,14 @@ import msgspec
 
 from benchmarks.serving.rounds import Load, Round
 from kvtier.engine.answer import StreamPiece
-from kvtier.engine.client import EngineClient, News
+from kvtier.engine.client import EngineClient, StreamEvent
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.engine import Engine
 from kvtier.engine.sampling_params import SamplingParams
 
 
 class _Clock:
-    """Notes when each stream's first token came, and when the last stream ended."""
+    """Notes the times of each stream's first token and of the end of the last stream."""
 
     def __init__(self, num_streams: int) -> None:
         self.first_at: dict[str, float] = {}
@@ -27,7 +27,7 @@ class _Clock:
         self.is_over = threading.Event()
         self._num_left = num_streams
 
-    def put(self, news: Sequence[tuple[str, News]]) -> None:
+    def put(self, news: Sequence[tuple[str, StreamEvent]]) -> None:
         now = time.perf_counter()
         for request_id, one in news:
             if isinstance(one, Exception):

@@ -1,6 +1,6 @@
 """One hostile client until it is ended: `python -m benchmarks.serving.hostile_side ATTACK OPENAI_PORT OLLAMA_PORT`.
 
-What it sends is made before it begins: the client must not take the processor from what is measured.
+Its requests are made in advance, so that the client does not take the processor from the measured programs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _openai(path: str, **fields: object) -> bytes:
 
 
 def _again_and_again(port: int, request: bytes, pause_s: float = 0.05) -> None:
-    """Ask, and wait for whatever comes back."""
+    """Send a request, and read the whole answer."""
     while True:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), _TIMEOUT_S) as sock:
             sock.sendall(request)
@@ -75,7 +75,7 @@ def _numbers(openai: int, ollama: int) -> None:
 
 
 def _drips(openai: int, ollama: int) -> None:
-    """Many bodies, a byte of each now and then."""
+    """Many bodies, each sent a byte now and then."""
     socks: list[socket.socket] = []
     while True:
         while len(socks) < _NUM_DRIPS:
@@ -103,14 +103,14 @@ def _streams(openai: int) -> list[socket.socket]:
 
 
 def _unread(openai: int, ollama: int) -> None:
-    """Streams of which nothing is read."""
+    """Streams that are never read."""
     socks = _streams(openai)
     time.sleep(3600)
     del socks
 
 
 def _read(openai: int, ollama: int) -> None:
-    """What the same streams cost if they are read: no attack, but what to compare with."""
+    """The same streams, read: no attack, but a comparison."""
     socks = _streams(openai)
     while True:
         for sock in select.select(socks, [], [])[0]:
@@ -119,7 +119,7 @@ def _read(openai: int, ollama: int) -> None:
 
 
 def _flood(port: int, begin: bytes, again: bytes) -> None:
-    """Send without waiting for anything; from the beginning whenever the server hangs up."""
+    """Send without reading; start again when the server hangs up."""
     while True:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), _TIMEOUT_S) as sock:
             sock.sendall(begin)
@@ -186,7 +186,7 @@ ATTACKS: Mapping[str, Callable[[int, int], None]] = {
 }
 
 ENGINE_WORK = ("64 answers with logprobs", "16 streams not read", "the same streams, read")
-"""What an engine computes for these is a client's good right: of other answers they take their share."""
+"""A client has a right to the engine's work for these: they take their share from other answers."""
 
 
 if __name__ == "__main__":

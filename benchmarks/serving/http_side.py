@@ -1,6 +1,6 @@
-"""The same streams over HTTP, against a deployment that runs: `python -m benchmarks.serving.http_side PORT`.
+"""The same streams over HTTP, against a running deployment: `python -m benchmarks.serving.http_side PORT`.
 
-Plain asyncio and as little work per chunk as can be: the client must not be what is measured.
+Plain asyncio with little work per chunk, so that the client is not the bottleneck.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _END = b"data: [DONE]"
 
 
 async def _stream(port: int, body: bytes, is_connected: asyncio.Event, start: asyncio.Event) -> tuple[float, int]:
-    """When the first token came, and how many there were."""
+    """The time of the first token, and the number of tokens."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}"

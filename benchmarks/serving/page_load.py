@@ -19,7 +19,7 @@ _TREE = "details"
 def measure_load(server: CacheServer, repeats: int) -> dict[str, float] | None:
     """Medians in milliseconds, from an empty browser's first request to the tiers and to the tree of prefixes.
 
-    None, and a sentence, where there is no playwright or no chromium.
+    None, and the reason, without playwright or chromium.
     """
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     try:

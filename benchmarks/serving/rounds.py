@@ -1,4 +1,4 @@
-"""Rounds of streams that start together: what both sides of the comparison are given and what they give back."""
+"""Rounds of streams that start together: input and output of both sides of the comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """What its streams took, in seconds from the moment they all began."""
+    """The times of its streams, in seconds from their common start."""
 
     seconds: float
     first_tokens_s: list[float]

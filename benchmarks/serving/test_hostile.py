@@ -1,12 +1,12 @@
-"""What one hostile client costs a well-behaved one: its latencies alone, and beside each attack.
+"""The cost of one hostile client to a well-behaved one: its latencies alone, and beside each attack.
 
     python -m benchmarks.serving.test_hostile --quick
 
 The deployment has a tiny model on the CPU. The well-behaved client asks for 4 tokens, for 4 tokens with a body of
 40 kB, which is read in another process, and for `/health`, which the HTTP process answers by itself, in turn, one
 request after the other. `http_peak_MiB` is that process's memory. The bars: an attack at most doubles the p99 of either
-answer, and `/health` takes no more than 20 ms. Attacks that are work for the engine have the latter only. The hostile
-client is of low priority: what it costs is what is done for it, not its own work, which is elsewhere.
+answer, and `/health` takes no more than 20 ms. Attacks that make the engine work have only the latter. The hostile
+client has a low priority: only the server's work for it counts, since a real one runs on another machine.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _measure(scratch: Path, attacks: list[str], seconds: float) -> tuple[list[di
     with _serving(scratch) as (openai, ollama):
         _ask(openai, 2.0)  # the first requests warm up
         alone = _ask(openai, seconds)
-        rows.append(alone.row("nobody"))
+        rows.append(alone.row("none"))
         figures["p99_ms_alone"] = 1000 * share(alone.seconds, 0.99)
         for name in attacks:
             console.print(f"beside {name}")
@@ -140,7 +140,7 @@ def _attacking(name: str, openai: int, ollama: int) -> Iterator[None]:
 
 
 def _ask(port: int, seconds: float) -> _Latencies:
-    """One request after the other, for so long; of one that fails the time counts, too."""
+    """Send requests one after the other for that long; failed ones count, too."""
     found = _Latencies()
     ends_at = time.perf_counter() + seconds
     pid = _http_pid()

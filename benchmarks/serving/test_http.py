@@ -1,4 +1,4 @@
-"""Tokens per second and times to first tokens through the OpenAI server, over those of the engine in one process.
+"""Tokens per second and times to first tokens through the OpenAI server, relative to the engine in one process.
 
     python -m benchmarks.serving.test_http --quick
 

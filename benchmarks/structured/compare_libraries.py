@@ -1,10 +1,10 @@
-"""llguidance beside xgrammar: what it takes to compile a schema and to make a mask, and which schemas each can follow.
+"""llguidance beside xgrammar: the time to compile a schema and to make a mask, and the schemas that each can follow.
 
     python -m benchmarks.structured.compare_libraries [--quick] [--json FILE]
 
 Both have the same made-up vocabulary of 151,000 tokens. Masks are those of one answer drawn at random; times are CPU
-times. A schema is followed if it compiles, takes an instance of it and does not take one that is none; the others are
-refused, or followed in part, which is worse. Where xgrammar is not installed, llguidance is measured alone.
+times. A schema is followed if it compiles, accepts a valid instance and rejects an invalid one; the others are refused,
+or followed in part, which is worse. If xgrammar is not installed, llguidance is measured alone.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ CASES: Sequence[Case] = (
 
 
 class Matcher(Protocol):
-    """An answer's place in a grammar."""
+    """An answer's position in a grammar."""
 
     def mask(self, words: npt.NDArray[np.int32]) -> None: ...
 

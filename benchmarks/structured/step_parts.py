@@ -1,4 +1,4 @@
-"""Where the host's time of a step goes, by part: counters around an engine's own methods, for as long as one looks."""
+"""The host's time in a step, by part: counters around an engine's own methods, while a caller counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REST = "rest"
 
 
 class StepParts:
-    """Each part's own time: a part within another one counts for itself alone. One thread steps the engine."""
+    """Each part's own time, without the parts within it. One thread steps the engine."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
@@ -23,7 +23,7 @@ class StepParts:
         self._num_steps = 0
 
     def milliseconds(self) -> dict[str, tuple[float, float]]:
-        """Each part, and what is in none of them (`rest`): of a step, on average, and the 99th of 100 occurrences."""
+        """Each part and the rest (`rest`) of a step: the average, and the 99th percentile of occurrences."""
         return {
             part: (1000 * sum(calls) / max(self._num_steps, 1), 1000 * sorted(calls)[len(calls) * 99 // 100])
             for part, calls in self._seconds.items()
@@ -31,7 +31,7 @@ class StepParts:
 
     @contextlib.contextmanager
     def watch(self, engine: Engine) -> Iterator[None]:
-        """Count the steps that `engine` does meanwhile."""
+        """Count the steps of `engine` meanwhile."""
         runner: Any = engine.runner
         own: Any = engine
         num_steps = engine.num_steps

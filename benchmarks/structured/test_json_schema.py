@@ -4,8 +4,8 @@
 
 One engine with random weights and a made-up vocabulary of the model's size; 32 streams decode at a time, greedily and
 drawn at random. Rounds take turns: no stream with a schema, all of them with one, and half of them. Ratios are medians
-over the turns: `json_schema_x` is all over none, greedily; `beside_json_schema_x` is what streams without a schema get
-beside as many with one. At the end, one more round of each, in no ratio, shows where the host's time of a step goes.
+over the turns: `json_schema_x` is all over none, greedily; `beside_json_schema_x` is for streams without a schema
+beside as many with one. At the end, one more round of each, in no ratio, shows the host's time of a step by part.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _PERSON = {
     "additionalProperties": False,
 }
 SCHEMA = {"type": "array", "items": _PERSON, "minItems": 10_000}
-"""No answer comes to its end."""
+"""No answer reaches its end."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _compare(llm: LLM, prompts: list[list[int]], size: Size, result: Result, nam
 
 
 def _host_parts(llm: LLM, prompts: list[list[int]], size: Size, temperature: float) -> list[dict[str, object]]:
-    """Each part of a step without any schema, and with one for all streams."""
+    """The parts of a step, without a schema and with one for all streams."""
     found = {}
     for name, num_bound in (("none", 0), ("all", size.prompts)):
         parts = StepParts()

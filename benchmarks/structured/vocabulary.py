@@ -1,4 +1,4 @@
-"""A tokenizer as large as those of real models, made of nothing: byte-level BPE with random merges."""
+"""A made-up tokenizer as large as those of real models: byte-level BPE with random merges."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 `examples.use_remote_KV_cache.speed_test` on a deployment that this program makes: on a GPU glm-4-9b in fp8 with random
 weights, 10.5 GiB of KV on the GPU, 20 GiB of host memory, a cache server with 20 GiB and a disk, and a document of
-100,000 tokens. On a CPU a small model. Seconds to the first token, and what the document takes on disk.
+100,000 tokens. On a CPU a small model. Seconds to the first token, and the document's size on disk.
 """
 
 from __future__ import annotations

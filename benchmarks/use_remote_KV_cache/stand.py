@@ -1,4 +1,4 @@
-"""A deployment of the example's in a folder of its own: model, file, document; and what it leaves on disk."""
+"""The example's deployment in its own folder: model, file, document; and its use of the disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtier.models.tokenizer import Tokenizer
 _EXAMPLES = Path(__file__).parents[2] / "examples" / "use_remote_KV_cache"
 _CPU_TOKENS, _GPU_TOKENS = 6000, 100_000
 _ROOM_TOKENS = 1000
-"""A document is a little longer than what is cut from it."""
+"""A document is a little longer than the part that is used."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Example:
     log: Path
 
     def disk_bytes(self) -> int:
-        """What the cache folder takes on disk."""
+        """The size of the cache folder on disk."""
         return sum(path.stat().st_blocks * 512 for path in self.cache.rglob("*") if path.is_file())
 
 
@@ -48,7 +48,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def parse_options(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, dict[str, object]]:
-    """The arguments, and what a result says of the machine."""
+    """The arguments, and a result's description of the machine."""
     arguments = parse(parser)
     settings = {"quick": arguments.quick, **device_settings(arguments.device, "time on the wall")}
     return arguments, settings

@@ -55,7 +55,7 @@ SHORT_TOKENS, LONG_TOKENS = 4_000, 64_000
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one token."""
+    """Bytes of one token."""
 
     layer: int
     tensor_bytes: int
@@ -139,7 +139,7 @@ class Turns:
         return statistics.median(self._seconds[name])
 
     def ratio(self, name: str, other: str) -> float:
-        """The median of one over the other within a turn: what slows down a whole turn does not change it."""
+        """The median of the ratio within a turn, which a slow turn does not change."""
         return statistics.median(
             mine / others for mine, others in zip(self._seconds[name], self._seconds[other], strict=True)
         )
@@ -201,7 +201,7 @@ class RawFiles:
     """New files of a chunk's size by direct I/O, `piece_bytes` a call, one thread for each worker."""
 
     def __init__(self, folder: Path, workers: int, piece_bytes: int) -> None:
-        """`folder` is made, unless it is there: then its files are those of other `RawFiles`."""
+        """`folder` is created if missing; files in it belong to other `RawFiles`."""
         self._folder = folder
         self._workers = workers
         self._piece_bytes = piece_bytes
@@ -264,7 +264,7 @@ class RawFiles:
 
 
 def measure_length(folder: Path, repeats: int, result: Result) -> dict[str, float]:
-    """Of a token in a long sequence over one in a short one: the worst of time, and space on disk."""
+    """The cost of a token in a long sequence over one in a short one: the worst of times, and space on disk."""
     console.print(f"{SHORT_TOKENS} and {LONG_TOKENS} tokens of {format_size(SMALL.token_bytes)}, {repeats} repeats")
     num_turns = {SHORT_TOKENS: LONG_TOKENS // SHORT_TOKENS // 4, LONG_TOKENS: 1}
     times: dict[int, list[dict[str, float]]] = {SHORT_TOKENS: [], LONG_TOKENS: []}
@@ -333,7 +333,7 @@ def _cache(folder: Path, shape: Shape, num_tokens: int, workers: int) -> KVCache
 
 
 def token_tensors(memory: memoryview, shape: Shape) -> list[TokenTensors]:
-    """Of every token: layer by layer, K before V."""
+    """The tensors of every token: layer by layer, K before V."""
     start = address_of(memory)
     size = shape.tensor_bytes
     return [
@@ -343,7 +343,7 @@ def token_tensors(memory: memoryview, shape: Shape) -> list[TokenTensors]:
 
 
 def _empty(root: Path) -> None:
-    """Remove the chunks of an open cache, whose root and temporary folder are its own to remove."""
+    """Remove the chunks of an open cache, but not its root and temporary folder."""
     for folder in root.iterdir():
         if is_chunk_folder(folder.name):
             _remove(folder)

@@ -1,4 +1,4 @@
-"""Processes of two hosts on one folder of chunk files: what each reads and writes, and what all do together.
+"""Processes of two hosts on one folder of chunk files: the rate of each, and of all together.
 
     python -m benchmarks.vineyard.test_shared_folder [--quick] [--json FILE] [--folder DIR]
 
@@ -89,7 +89,7 @@ def measure(folder: Path, count: int, num_chunks: int, repeats: int, result: Res
 
 
 def _turn(kind: str, root: Path, count: int, num_chunks: int) -> dict[str, float]:
-    """Median seconds of a process, and seconds of all together, for writing and for reading."""
+    """Median seconds of a process and seconds of all together, for writing and for reading."""
     boot = root.parent / "boot id of the other host"
     boot.write_text("another machine since its start")
     processes = []
@@ -148,7 +148,7 @@ def _all_say(processes: Sequence[subprocess.Popen[str]], beginning: str) -> list
 
 
 def work(job: Mapping[str, object]) -> int:
-    """One process: says `ready`, and on each `go` writes, then reads, and says from when to when."""
+    """One process: prints `ready`; on each `go` it writes, then reads, and prints the times."""
     root, number, other = Path(str(job["root"])), int(str(job["number"])), int(str(job["other"]))
     num_chunks = int(str(job["num_chunks"]))
     if job["boot"]:
@@ -160,7 +160,7 @@ def work(job: Mapping[str, object]) -> int:
         _work_raw(root, number, other, source, target)
         return 0
     config = FileCacheConfig(chunk_size=CHUNK_TOKENS, root=str(root))
-    # Room for all twice: a chunk that was just written counts as announced, too, until its writer is done.
+    # Room for twice the data: a chunk that was just written still counts as announced until its writer is done.
     capacity = 2 * (int(str(job["count"])) + 1) * num_chunks * CHUNK_TOKENS
     cache = KVCache(config, tensor_bytes=LARGE.tensor_bytes, cache_capacity=capacity, layer=LARGE.layer)
     with closing(cache):
@@ -202,7 +202,7 @@ def _wait_for_go(said: str) -> None:
 
 
 def _say(started_at: float, *, is_last: bool = False) -> None:
-    """The wall's clock: processes are compared."""
+    """Wall time, which is the same in all processes."""
     line = json.dumps([started_at, time.time()])
     if is_last:
         print(line, flush=True)

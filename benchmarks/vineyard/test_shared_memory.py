@@ -8,9 +8,9 @@ that knows nothing of the sequence yet, so all of its hashes are computed.
 
 Updates are of 64 KiB tensors that lie in the caller's memory in no order. Beside them, taking turns: a memcpy of the
 same tensors in the same order, by one thread and by as many as an update uses, and one single memcpy of as many bytes,
-which is up to twice as fast (it stores past the cache) and which no scattered tensors can have. All write to shared
+which is up to twice as fast (it stores past the cache) and which scattered tensors cannot reach. All write to shared
 memory that is resident, and before each of them the same memory is written over. `shm_update_of_memcpy` is against the
-faster of the first two, `shm_update_of_one_memcpy` against the single one. Vineyard's blobs are a peer where its
+faster of the first two, `shm_update_of_one_memcpy` against the single one. Vineyard's blobs are a peer if its
 package is installed: a blob for each token, whose tensors lie side by side for it and are copied at once; no figure
 depends on them. Bytes are compared. Ends with status 1 when a figure misses its bar.
 
@@ -280,7 +280,7 @@ def measure_appends(result: Result) -> None:
 
 
 def copy_by_threads(threads: Workers, targets: list[int], sources: list[int]) -> None:
-    """In as many runs of tensors as an update makes of them."""
+    """Copy in as many runs of tensors as an update makes."""
     bounds = [len(targets) * part // COPY_THREADS for part in range(COPY_THREADS + 1)]
     threads.map(
         lambda part: copy_blocks(targets[part], sources[part], UPDATE_TENSOR_BYTES),

@@ -54,7 +54,7 @@ _CONFIGS: Mapping[str, Mapping[str, object]] = {
 }
 
 _SPREAD = 0.6
-"""Of the lengths of the vocabulary's rows: some stand out then, and rounding does not change the best token."""
+"""Spread of the lengths of the vocabulary's rows: some stand out, so that rounding does not change the best token."""
 
 
 def vocab_size(shape: str) -> int:
@@ -70,7 +70,7 @@ def kv_bytes_per_token(shape: str) -> int:
 
 
 def write_model(shape: str, folder: Path) -> Path:
-    """In a process of its own, so that this one keeps nothing of a GPU."""
+    """Write it in another process, so that this one holds no GPU memory."""
     if not (folder / "config.json").exists():
         subprocess.run([sys.executable, "-m", "benchmarks.vllm.gpu_models", shape, str(folder)], check=True)
     return folder

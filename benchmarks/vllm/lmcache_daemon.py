@@ -1,4 +1,4 @@
-"""LMCache's daemon as a peer, where it is installed beside vLLM in the same environment."""
+"""LMCache's daemon as a peer, if it is installed in vLLM's environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def why_no_lmcache() -> str | None:
 
 @contextlib.contextmanager
 def lmcache_daemon(folder: Path, memory_bytes: int) -> Iterator[dict[str, Any]]:
-    """A daemon with chunks as long as vLLM's pages; gives the `kv_transfer_config` of its engines. Logs to `folder`."""
+    """A daemon with chunks as long as vLLM's pages. Yields its engines' `kv_transfer_config`; logs to `folder`."""
     port, http_port, metrics_port = _free_port(), _free_port(), _free_port()
     command = [
         *(sys.executable, "-m", "lmcache.cli.main", "server"),

@@ -1,7 +1,7 @@
 """vLLM's own offloading on its CPU engine, whose built-in spec refuses to start there: the same tiers, another copier.
 
 `OffloadingConnector` loads `HostTieringSpec` by `spec_module_path`. Pages are copied at once, by the worker's own
-threads: nothing that vLLM could do on this engine is faster.
+threads: vLLM could do nothing faster on this engine.
 """
 
 from __future__ import annotations

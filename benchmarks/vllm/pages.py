@@ -3,11 +3,11 @@
     python -m benchmarks.vllm.pages [--quick] [--json FILE]
 
 On a GPU: 512 scattered blocks of Qwen2.5-7B's shape, for each order of the pages in memory, and each of "in" and "out",
-beside one large copy of pinned memory (the limit); also by the way that the copier did not choose, with pages of 128
-tokens, with half of the heads, and what matrix products lose that run beside stores.
+beside one large copy of pinned memory (the limit); also with the method that the copier did not choose, with pages of
+128 tokens, with half of the heads, and the loss of matrix products beside stores.
 On the CPU: 120 blocks of a small model in pages of 128 tokens with K transposed, beside one plain copy of as many
-bytes, one that turns K around, and a loop over blocks; alone, and while another process keeps every core busy.
-Every copy is checked. Ends with 1 when a bar is not met.
+bytes, one that transposes K, and a loop over blocks; alone, and while another process keeps every core busy.
+Every copy is checked. Ends with status 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 class GpuStand:
-    """Pages in one order, an arena whose first half has blocks to load, and pinned memory of as many bytes."""
+    """Pages in one order, an arena whose first half has blocks to load, and as much pinned memory."""
 
     def __init__(
         self, strides: str, page_tokens: int, num_heads: int, stack: contextlib.ExitStack, way: Way | None = None
@@ -95,7 +95,7 @@ class GpuStand:
         torch.cuda.synchronize()
 
     def refill(self) -> None:
-        """Other numbers than those that were stored before."""
+        """Write numbers other than those stored before."""
         for tensor in self.tensors:
             tensor.view(torch.int16).add_(1)
         torch.cuda.synchronize()
@@ -114,14 +114,14 @@ class GpuStand:
 
     def in_arena(self, offsets: Sequence[int]) -> torch.Tensor:
         """The blocks at `offsets`, of the heads that the pages have, on the GPU."""
-        # Through memory of torch's own: a copy of CUDA's may not straddle two pieces of what is registered.
+        # Through torch's own memory: one CUDA copy must not straddle two registered ranges.
         slots = self._slots(offsets).clone().cuda()[:, : self.layout.block_bytes]
         first = min(offsets)
         chosen = slots[torch.tensor([(offset - first) // self.layout.slot_bytes for offset in offsets], device="cuda")]
         return chosen.view(torch.int16).view(-1, *self.layout.shape)[:, :, : self.num_heads]
 
     def _slots(self, offsets: Sequence[int]) -> torch.Tensor:
-        """The half of the arena in which they lie, a row for each slot."""
+        """The half of the arena that holds them, a row for each slot."""
         nbytes = NUM_BLOCKS * self.layout.slot_bytes
         memory = (ctypes.c_ubyte * nbytes).from_address(self.arena.address + min(offsets))
         return torch.frombuffer(memory, dtype=torch.uint8).view(NUM_BLOCKS, -1)
@@ -190,7 +190,7 @@ def race_gpu(
 
 
 def measure_beside(strides: str, repeats: int, result: Result) -> float:
-    """How long matrix products take beside loads and stores without end, over how long they take alone."""
+    """The time of matrix products beside endless loads and stores, over their time alone."""
     with contextlib.ExitStack() as stack:
         here = GpuStand(strides, 16, 4, stack)
         left, right = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -218,7 +218,7 @@ def measure_beside(strides: str, repeats: int, result: Result) -> float:
 
 @contextlib.contextmanager
 def endlessly(acts: Sequence[Callable[[], None]]) -> Iterator[list[int]]:
-    """Each act in a thread, again and again. Yields how often each was begun."""
+    """Repeat each act on a thread. Yields the number of times that each began."""
     is_over = threading.Event()
     counts = [0] * len(acts)
 
@@ -285,7 +285,7 @@ class CpuStand:
         self.copier.store(self.places, self.arena, self.offsets, self.copier.mark()).wait()
 
     def turn(self) -> None:
-        """Half of the bytes as they are, the other half with each block's tokens as columns."""
+        """Copy half of the bytes as they are, the other half with each block's tokens as columns."""
         half, tokens = self.source.numel() // 2, CPU_LAYOUT.block_tokens
         self.target[:half].copy_(self.source[:half])
         turned = self.source[half:].view(-1, tokens, CPU_LAYOUT.head_dim).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""So that no measurement pays for another's work: wait until this process's children rest, see what strangers do."""
+"""Keeps other work out of measurements: waits until this process's children rest, and measures other programs' load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STRANGERS_SHARE = 0.05
 
 
 def wait_until_quiet() -> float:
-    """Until all children and theirs neither compute nor write. Returns the seconds that it took."""
+    """Wait until no descendant computes or writes. Returns the seconds."""
     started_at = time.monotonic()
     before = _work()
     while True:
@@ -31,7 +31,7 @@ def wait_until_quiet() -> float:
 
 
 class OtherWork:
-    """How much of the machine processes that are not ours took while something was measured."""
+    """The share of the machine that other programs took during a measurement."""
 
     def __init__(self) -> None:
         self._total_s = 0.0
@@ -47,7 +47,7 @@ class OtherWork:
 
     @property
     def share(self) -> float:
-        """Of all cores' time."""
+        """The share of all cores' time."""
         return self._others_s / self._total_s if self._total_s else 0.0
 
     def tell(self, say: Callable[[str], object]) -> None:
@@ -57,14 +57,14 @@ class OtherWork:
 
 
 def _machine_s() -> tuple[float, float]:
-    """Of all cores: seconds so far, and seconds that were worked."""
+    """Seconds of all cores so far, and the busy ones among them."""
     fields = [int(one) for one in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     ticks = os.sysconf("SC_CLK_TCK")
     return sum(fields) / ticks, (sum(fields) - fields[3] - fields[4]) / ticks
 
 
 def _own_s() -> float:
-    """Of this process and all below it."""
+    """This process and its descendants."""
     own = os.times()
     return own.user + own.system + _work()[0]
 
@@ -95,5 +95,5 @@ def _descendants() -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Of /proc/PID/stat, what comes after the name: its state, its parent, ..."""
+    """The fields of /proc/PID/stat after the name: its state, its parent, ..."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,7 +1,7 @@
-"""Real vLLM engines in processes of their own, a model for them, and how long a first token takes.
+"""Real vLLM engines in their own processes, a model for them, and their times to the first token.
 
-Importing this sets the environment that vLLM reads when an engine starts: without a binding of threads an engine has
-one core without a connector and two with one, and nothing could be compared.
+Importing this module sets the environment that vLLM reads when an engine starts. It binds threads: otherwise an engine
+would have one core without a connector and two with one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def kv_bytes_per_token() -> int:
 
 
 def stand_settings() -> dict[str, object]:
-    """What a result file says about the engines."""
+    """A result file's description of the engines."""
     return {
         "vllm": vllm.__version__,
         "model": {"family": "qwen2", **_MODEL},
@@ -75,7 +75,7 @@ def stand_settings() -> dict[str, object]:
 
 
 def tokens_of(count: int, *name: object) -> list[int]:
-    """`count` token ids, others for each name from the first on."""
+    """`count` token ids, which differ from the first on for different names."""
     dice = random.Random(repr(name))
     return [dice.randrange(VOCAB_SIZE) for _ in range(count)]
 
@@ -113,7 +113,7 @@ def native_transfer(folder: Path, memory_bytes: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of one prompt, and how long its first token took."""
+    """The answer to one prompt, and the time to its first token."""
 
     tokens: list[int]
     num_cached: int
@@ -142,7 +142,7 @@ class VllmEngine:
         self.ask(tokens_of(2 * PAGE_TOKENS, "warm-up", uuid.uuid4()))  # the first steps of an engine are slow
 
     def ask(self, prompt: Sequence[int], *, num_tokens: int = ANSWER_TOKENS) -> Answer:
-        """A greedy answer to one prompt, while nothing else is asked."""
+        """A greedy answer to one prompt, without other requests."""
         engine = self._llm.llm_engine
         started_at = time.perf_counter()
         engine.add_request(str(uuid.uuid4()), {"prompt_token_ids": list(prompt)}, _greedy(num_tokens))
@@ -155,7 +155,7 @@ class VllmEngine:
         return answer
 
     def ask_all(self, prompts: Sequence[Sequence[int]], *, num_tokens: int) -> tuple[list[Answer], float]:
-        """Answers to prompts that are sent together, and the seconds until the last of them was there.
+        """Answers to prompts that are sent together, and the seconds until the last of them.
 
         Their `first_token_s` is not measured.
         """
@@ -168,7 +168,7 @@ class VllmEngine:
     def gaps_beside(
         self, streams: Sequence[Sequence[int]], beside: Sequence[Sequence[int]], *, every: int
     ) -> list[float]:
-        """Seconds between tokens of `streams`, while a prompt of `beside` comes after each `every` tokens of theirs."""
+        """Seconds between tokens of `streams`; a prompt of `beside` is sent after each `every` of their tokens."""
         engine = self._llm.llm_engine
         num_tokens = every * (len(beside) + 2)
         for number, prompt in enumerate(streams):

@@ -8,14 +8,14 @@ Engines run in processes of their own, as `vllm serve` has them, with random wei
   tokens, cold, from vLLM's own prefix cache, and after that was emptied; 10 prompts of 10,240 at once, 2 and 32 out.
 - `restart`: a new engine on the server's memory; then both are new, and each round reads the server's disk, beside
   direct reads of a file on the same filesystem.
-- `overhead`: prompts that nobody has seen, with the plug-in and without, in turns, while all of it is saved.
-- `decode`: times between tokens of running answers while other prompts come, loaded from the server, beside the same
-  with vLLM's own hits.
+- `overhead`: new prompts, with the plug-in and without, in turns, while everything is saved.
+- `decode`: times between tokens of running answers while other prompts arrive that are loaded from the server, beside
+  the same with vLLM's own hits.
 - `starts`: ten starts of a server with 64 GiB and an engine that captures its graphs while that is registered.
 - `failures`: the server is killed, or hangs, during loads and during saves.
 - `hybrid`: a model of gated DeltaNet and attention (Qwen3.5's shape): hits after a restart, and their tokens.
 
-`--small` is for trying this program on a CPU: its figures mean nothing.
+`--small` is for trying this program on a CPU: its figures are meaningless.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ BARS = {
     "hybrid": {"vllm_hybrid_restart_over_cold": "<= 0.5", "vllm_hybrid_same_tokens": ">= 1"},
 }
 OWN_HITS = 8
-"""Of each prompt: they spread by a third, and engines are to be told apart that differ by a twentieth."""
+"""Repeats of each prompt: times spread by a third, and a difference of a twentieth should show."""
 RAW_THREADS = (4, 16)
 RAW_BLOCK_BYTES = 1 << 20
 GIB = 1 << 30
@@ -77,7 +77,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Size:
-    """How much is asked. `mid` prompts are sent together, `short` ones too."""
+    """The size of the benchmark. `mid` prompts are sent together, and so are `short` ones."""
 
     shape: str
     shape_for_starts: str
@@ -92,7 +92,7 @@ class Size:
     server_memory: str
     server_disk: str
     native_gib: float | None
-    """None where vLLM has no offloading of its own: on CPUs."""
+    """None on CPUs, where vLLM has no offloading."""
     num_starts: int
     starting_memory: str
     arguments: dict[str, Any]
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.rule(part)
             try:
                 PART[part](stand)
-            except Exception:  # its figures are absent then, and the others are worth having
+            except Exception:  # without its figures, the others are still useful
                 console.print_exception()
             result.write(arguments.json)
             console.print(f"{part}: {time.monotonic() - started_at:.0f} s")
@@ -178,7 +178,7 @@ def _settings(size: Size, parts: Sequence[str]) -> dict[str, object]:
 
 
 def _device_name() -> str:
-    """Asked without CUDA: a process that has used it starts its engines anew instead of forking, which is slow."""
+    """Found without CUDA: after using it, a process cannot fork its engines, and starting them anew is slow."""
     try:
         names = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
@@ -224,7 +224,7 @@ class GpuStand:
         connector: tuple[str, str] = ("KvtierConnector", "kvtier.plugins.vllm"),
         **overrides: Any,
     ) -> Iterator[VllmEngine]:
-        """With kvtier where there is a server: the `connector` of this class and module."""
+        """With kvtier if there is a server: the `connector` of this class and module."""
         shape = shape or self.size.shape
         model = write_model(shape, self.folder / shape.replace(" ", "-"))
         always_load = overrides.pop("always_load", False)
@@ -246,7 +246,7 @@ class GpuStand:
             yield one
 
     def _warm_up(self, one: VllmEngine) -> None:
-        """Shapes of prefills and decodes; nothing of it is asked again."""
+        """Warm up shapes of prefills and decodes, with prompts that are not used again."""
         size = self.size
         tag = time.time_ns()
         for length in (size.short_tokens, size.mid_tokens):
@@ -255,7 +255,7 @@ class GpuStand:
         one.forget_prefixes()
 
     def prompt(self, count: int, *name: object) -> list[int]:
-        """Token ids, others for each name from the first on."""
+        """Token ids, which differ from the first on for different names."""
         dice = random.Random(repr(name))
         return dice.choices(range(10, vocab_size(self.size.shape)), k=count)
 
@@ -468,7 +468,7 @@ def _rounded(rates: dict[str, list[float]]) -> dict[str, object]:
 
 
 def measure_decode(stand: GpuStand) -> None:
-    """Prompts come while eight answers run: loaded from the server, or found by vLLM itself."""
+    """Prompts arrive while eight answers run: loaded from the server, or found in vLLM's own cache."""
     size = stand.size
     beside = stand.mid_prompts("beside decode")
     streams = [stand.prompt(size.short_tokens, "stream", number) for number in range(8)]
@@ -516,7 +516,7 @@ def measure_starts(stand: GpuStand) -> None:
 
 
 def measure_failures(stand: GpuStand) -> None:
-    """All prompts are answered, whatever becomes of the server."""
+    """All prompts are answered, although the server fails."""
     finished, asked = 0, 0
     for number, (name, act) in enumerate(FAILURES.items()):
         together, new = stand.mid_prompts("failures", number), stand.mid_prompts("failures, new", number)
@@ -560,7 +560,7 @@ def measure_hybrid(stand: GpuStand) -> None:
     prompts = [stand.long_prompt("hybrid", number) for number in range(3)]
     overrides: dict[str, Any] = {"shape": shape}
     if shape == HYBRID:
-        kernels = {"gdn_prefill_backend": "triton"}  # the others are compiled for minutes when they are first used
+        kernels = {"gdn_prefill_backend": "triton"}  # other kernels would be compiled for minutes at their first use
         overrides |= {"block_size": None, "enable_prefix_caching": True, "additional_config": kernels}
     with stand.server() as server:
         with stand.engine(server, **overrides) as one:
@@ -593,7 +593,7 @@ PART: dict[str, Callable[[GpuStand], None]] = {
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="all unless told")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument("--whole-prompts", action="store_true", help="with the plug-in's setting of this name")
     parser.add_argument("--repeats", type=int, help="how often each thing is measured (5)")
     parser.add_argument("--small", action="store_true", help="a small model on a CPU, to try this program")

@@ -1,12 +1,12 @@
-"""What the plug-in costs an engine that finds nothing in the cache.
+"""The cost of the plug-in to an engine without hits.
 
     .venv-vllm/bin/python -m benchmarks.vllm.test_overhead [--quick] [--json FILE]
 
 Two engines of real vLLM on a CPU, one with the plug-in and one without, answer the same prompts that neither has seen,
 in turns: tokens per second with over without, as the median of the pairs. Everything is saved to a cache server with a
-disk meanwhile (`--memory-only`: without one); a turn begins when the saves of the one before are over.
+disk meanwhile (`--memory-only`: without one); a turn begins when the saves of the one before are done.
 
-And what vLLM's scheduler and worker threads spend in the connector, step by step.
+It also shows the time that vLLM's scheduler and worker threads spend in the connector, step by step.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Turn:
 
     tokens_per_s: float
     saving_s: float
-    """How long its processes went on after the last answer."""
+    """The time for which its processes worked after the last answer."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What one side of the connector took, step by step, and in which calls."""
+    """The time of one side of the connector, step by step and by call."""
 
     steps_s: list[float]
     calls_s: Mapping[str, float]
@@ -140,7 +140,7 @@ def _memory_bytes(size: Size) -> int:
 
 
 def _read_times(folder: Path, side: str) -> StepTimes:
-    """What the process of this side writes when it ends."""
+    """The file that the process of this side writes when it ends."""
     file = folder / f"{side}.json"
     wait_until(file.exists, f"the times of the connector's {side} side")
     document = json.loads(file.read_text())

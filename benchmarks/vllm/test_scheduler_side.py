@@ -1,10 +1,10 @@
-"""What a prompt of 30,000 tokens costs vLLM's scheduler in the connector, part by part, with a real cache server.
+"""The cost of a prompt of 30,000 tokens to vLLM's scheduler in the connector, part by part, with a real cache server.
 
     .venv-vllm/bin/python -m benchmarks.vllm.test_scheduler_side [--quick] [--json FILE]
 
-No engine runs: this is the scheduler's loop, which asks the connector, and asks again after an empty step. Of a prompt
-that vLLM has itself, that the server has, and that nobody has, it says how long the scheduler's thread was inside the
-connector, and how long it took from the request's coming until its first step was planned.
+No engine runs: this is the scheduler's loop, which asks the connector, and asks again after an empty step. For a
+prompt in vLLM's own cache, in the server, and in neither, it reports the scheduler's time inside the connector, and the
+time from the request's arrival until its first step was planned.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from kvtier.plugins.vllm.plan import WorkerNews
 from kvtier.plugins.vllm.scheduling import SchedulerSide
 from kvtier.plugins.vllm.settings import ConnectorSettings
 from kvtier.testing.servers import cache_server
-from kvtier.transfer.reach import Attention, Reach
+from kvtier.transfer.reach import AttentionKind, Reach
 
 NUM_TOKENS = 30_000
 EMPTY_STEP_S = 0.001
-"""vLLM's engine process sleeps so long after a step without work."""
+"""vLLM's engine process sleeps for this long after a step without work."""
 BARS = {"own_hit_scheduler_ms": "<= 1", "own_hit_planned_ms": "<= 1", "host_hit_planned_ms": "<= 12"}
 
 _LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=16, dtype="float16", block_tokens=BLOCK_TOKENS)
@@ -50,7 +50,7 @@ _FIELDS = NamespaceFields(
 
 
 class OwnPages:
-    """vLLM's prefix cache, as far as the connector asks it."""
+    """The part of vLLM's prefix cache that the connector uses."""
 
     hash_block_size = BLOCK_TOKENS
 
@@ -79,7 +79,7 @@ class Trial:
 
 @dataclass
 class Scheduler:
-    """vLLM's, as far as one request goes that nothing runs beside."""
+    """The part of vLLM's scheduler that a single request needs."""
 
     side: SchedulerSide
     pool: OwnPages
@@ -119,7 +119,7 @@ class Scheduler:
         self.loads += plan.loads
 
     def _end(self, request: Request) -> None:
-        """Its load is over, and so is it."""
+        """Its load has finished, and it ends."""
         news = WorkerNews()
         for load in self.loads:
             news.ended_loads[load.number] += 1
@@ -149,7 +149,7 @@ def main() -> int:
 
 
 def measure(repeats: int) -> tuple[dict[str, float], dict[str, list[Trial]]]:
-    trials: dict[str, list[Trial]] = {"vLLM has it": [], "the server has it": [], "nobody has it": []}
+    trials: dict[str, list[Trial]] = {"vLLM has it": [], "the server has it": [], "neither has it": []}
     with cache_server(memory="1GiB") as server:
         known = [_tokens(number) for number in range(repeats)]
         with kvtier.connect(server.unix, layout=_LAYOUT, namespace=_FIELDS, name="bench") as client:
@@ -163,14 +163,14 @@ def measure(repeats: int) -> tuple[dict[str, float], dict[str, list[Trial]]]:
                 time.sleep(0.05)
                 own = (NUM_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
                 trials["vLLM has it"].append(scheduler.run(known[number], own))
-                trials["nobody has it"].append(scheduler.run(_tokens(1000 + number), 0))
+                trials["neither has it"].append(scheduler.run(_tokens(1000 + number), 0))
     return parts, trials
 
 
 @contextmanager
 def _scheduler(address: str) -> Iterator[Scheduler]:
     client = kvtier.connect(address, layout=_LAYOUT, namespace=_FIELDS, name="bench")
-    group = Group(Reach(Attention.FULL, BLOCK_TOKENS), ("layer",), "", is_latent=False, is_handed_over=False)
+    group = Group(Reach(AttentionKind.FULL, BLOCK_TOKENS), ("layer",), "", is_latent=False, is_handed_over=False)
     identity = Identity(
         layout=_LAYOUT,
         fields=_FIELDS,
@@ -190,7 +190,7 @@ def _scheduler(address: str) -> Iterator[Scheduler]:
 
 
 def _parts(client: Any, tokens: list[int]) -> dict[str, float]:
-    """The least of a few."""
+    """The least of a few trials."""
     hashes = client.hashes(tokens)
 
     def match_and_release() -> None:

@@ -1,15 +1,15 @@
-"""Time to first token of real vLLM on a CPU, when most of a long prompt was computed before.
+"""Time to first token of real vLLM on a CPU, for long prompts that were mostly computed before.
 
     .venv-vllm/bin/python -m benchmarks.vllm.test_ttft [--quick] [--json FILE]
 
-1,920 tokens that come again and a few that do not. Against each other: no connector, vLLM's own offloading with its
-tier of files, kvtier with a cache server, LMCache's daemon where it is installed. The states: cold; vLLM's own prefix
-cache; after `reset_prefix_cache`; in a new engine process; after a restart of the cache server, from its disk, for
-which vLLM's counterpart are its files. The engines take turns prompt by prompt, each when the others' work is done.
-Then the same with 7,680 tokens for vLLM alone and with kvtier: on a fast core vLLM's own overhead is most of a hit of
-1,920, and `own prefix` is the least that any cache could reach.
+1,920 repeated tokens and a few new ones. The contenders: no connector, vLLM's own offloading with its tier of files,
+kvtier with a cache server, and LMCache's daemon if it is installed. The states: cold; vLLM's own prefix
+cache; after `reset_prefix_cache`; in a new engine process; after a restart of the cache server, from its disk; vLLM's
+counterpart is its files. The engines take turns prompt by prompt, each when the others' work is done.
+Then the same with 7,680 tokens for vLLM alone and with kvtier: on a fast core, vLLM's own overhead is most of a hit of
+1,920, and `own prefix` is the best that any cache could reach.
 
-Every answer must be that of the engine without a connector, and every hit must be one: else the run fails.
+The run fails unless every answer equals that of the engine without a connector and every expected hit is one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Engines = Mapping[str, VllmEngine]
 
 @dataclass
 class Measurement:
-    """Seconds to the first token by contender and state, and what the engine without a connector answers."""
+    """Seconds to the first token by contender and state, and the answers of the engine without a connector."""
 
     seconds: defaultdict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     answers: dict[tuple[str, str], list[int]] = field(default_factory=dict)
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(model: Path, scratch: Path, repeats: int, without: Sequence[str] = ()) -> Measurement:
-    """Prompts A are asked in every state but the last; prompts B cold and in the last, when only disks have them."""
+    """Prompts A are sent in every state but the last; prompts B cold and in the last, when only disks have them."""
     found = Measurement()
     prompts_a = ["warm-up A", *(f"A{number}" for number in range(repeats))]
     prompts_b = ["warm-up B", *(f"B{number}" for number in range(repeats))]
@@ -169,7 +169,7 @@ def _run_first_engines(
     prompts_b: Sequence[str],
     long_prompts: Sequence[str],
 ) -> None:
-    """Cold, own prefix and reset, into caches that are empty."""
+    """Cold, own prefix and reset, with empty caches at first."""
     with _engines(model, {NO_CONNECTOR: None, **transfers}) as everything:
         engines = dict(everything)
         plain = engines.pop(NO_CONNECTOR)
@@ -191,7 +191,7 @@ def _run_first_engines(
 
 
 def _take_turns(found: Measurement, engines: Engines, prompt: str, state: str) -> None:
-    """Who begins changes from prompt to prompt."""
+    """The first contender changes from prompt to prompt."""
     names = list(engines)
     first = len(found.seconds[KVTIER, state]) % len(names)
     for name in names[first:] + names[:first]:

@@ -1,7 +1,7 @@
-"""`KvtierConnector` with a watch on what vLLM's scheduler and worker threads spend in it.
+"""`KvtierConnector` that measures the time of vLLM's scheduler and worker threads in it.
 
-vLLM loads it by `kv_connector_module_path`, into the processes of its engine. Each side writes what it found when the
-engine is shut down, to the folder that the environment names.
+vLLM loads it by `kv_connector_module_path` into the processes of its engine. When the engine shuts down, each side
+writes its times to the folder that the environment names.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Where the time of a hit goes inside vLLM: what the engine and the plug-in did, in order.
+"""The time of a hit inside vLLM: the work of the engine and the plug-in, in order.
 
     python -m benchmarks.vllm.timeline [--small] [--repeats N] [--json FILE]
 
 For a prompt of 30,000 tokens and for ten of 10,240 at once, from vLLM's own cache, after a reset of it, and in a new
-engine: the run of median length, as lines of when something began and ended, in milliseconds. It measures nothing
-that is compared with anything; `benchmarks.vllm.test_gpu` does. `--small` is for trying this program on a CPU.
+engine: the run of median length, as lines with beginnings and ends, in milliseconds. It compares nothing;
+`benchmarks.vllm.test_gpu` does. `--small` is for trying this program on a CPU.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from benchmarks.vllm.timeline_connector import FILE_VARIABLE
 from kvtier.testing.servers import ServerProcess
 
 _MERGED_MS = 0.05
-"""Things that took less are left out of the printed lines."""
+"""Shorter work is not printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One question, from when it was asked until it was answered."""
+    """One question, from its arrival to its answer."""
 
     name: str
     began_at: float

@@ -1,4 +1,4 @@
-"""`KvtierConnector` in an engine that notes when its parts begin and end, for `benchmarks.vllm.timeline`.
+"""`KvtierConnector` in an engine that records the beginning and end of its work, for `benchmarks.vllm.timeline`.
 
 vLLM loads it by `kv_connector_module_path`, into the process of its engine. Times are those of `time.monotonic`, which
 all processes of a host share. They are written to the file that the environment names when the engine ends.
@@ -59,7 +59,7 @@ _noted: list[tuple[float, float, str]] = []
 
 
 class TimelineConnector(KvtierConnector):
-    """Writes what was noted when its engine is shut down."""
+    """Writes the record when its engine shuts down."""
 
     def shutdown(self) -> None:
         Path(os.environ[FILE_VARIABLE]).write_text(json.dumps(sorted(_noted)))

@@ -2,10 +2,10 @@
 
     python -m benchmarks.offloading_KV_cache.baseline.test_copies [--quick] [--json FILE]
 
-The blocks have the layout of the engine's KV and lie in an arena of their own on the same device, so that no prompt is
-disturbed but by the traffic; the host's memory is registered. Idle, the copier takes turns with one large copy of
-pinned memory, which is the limit. Then prompts are computed (one token out, no cache), in turns: alone, while blocks go
-in all the time, while they go out. A GPU's own clock times the copies, from before the first is handed over to the end
+The blocks have the layout of the engine's KV and lie in a separate arena on the same device, so that only the traffic
+disturbs prompts; the host's memory is registered. Idle, the copier takes turns with one large copy of pinned memory,
+which is the limit. Then prompts are computed (one output token, no cache), in turns: alone, while blocks are loaded
+continuously, while they are stored. A GPU's own clock times the copies, from before the first is handed over to the end
 of the last. `prefill_loss` is the share of the prefill's speed that is lost, in the worse direction.
 """
 
@@ -44,7 +44,7 @@ COMPUTING = Variant("naive", has_tiers=False)
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured. `passes` are those over all blocks while nothing is computed."""
+    """How much is measured. `passes` counts the idle passes over all blocks."""
 
     blocks: int
     passes: int
@@ -55,14 +55,14 @@ class Size:
 
 
 class Traffic:
-    """All blocks, over and over, in one direction at a time. `seconds` is what each pass took."""
+    """Copies all blocks, over and over, in one direction at a time. `seconds` are the times of the passes."""
 
     def __init__(self, stand: Stand, copier: Copier) -> None:
         self._stand = stand
         self._copier = copier
         self._memory = stand.memories[0]
         self._after = copier.mark()
-        """Nothing that is computed has to be waited for."""
+        """No computation has to be waited for."""
 
     def copy(self, direction: str) -> float:
         """One pass, and its seconds by the device's clock."""
@@ -83,7 +83,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def running(self, direction: str) -> Iterator[list[float]]:
-        """Copies all the time, from before the body to its end. The list has the passes within the body."""
+        """Copy continuously, from before the body to its end. The list has the passes within the body."""
         seconds: list[float] = []
         begun, stop = threading.Event(), threading.Event()
         failures: list[BaseException] = []
@@ -114,7 +114,7 @@ class Traffic:
         self._stand.clear() if direction == "in" else self._stand.next_bytes()
 
     def check(self, direction: str) -> None:
-        """What was copied is right, on the other side."""
+        """Check the copied bytes on the other side."""
         if direction == "in":
             self._stand.expect_loaded()
         else:

@@ -4,8 +4,8 @@
 
 One prompt of 8192 tokens, 1024 a step, one token out, for the shapes of several models with plain weights, with weights
 of 8 bits and with GPTQ's 4: the time to compute it; to copy its blocks once from host memory to the device and back;
-and to answer it from host memory, the engine's whole way, with the device's cache off. Fewer tokens, and a small shape,
-on a CPU.
+and to answer it from host memory, through the whole engine, with the device's cache off. On a CPU, fewer tokens and a
+small shape.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ GPU_MODELS: tuple[Model, ...] = (
     ("Llama-3.1-8B", "plain"),
     ("Llama-3.1-8B", FP8),
 )
-"""Each shape, and how its weights are kept."""
+"""Each shape, and the format of its weights."""
 QUICK_GPU_MODELS: tuple[Model, ...] = (("Qwen2.5-3B", "plain"), ("Qwen2.5-7B", "plain"))
 CPU_TOKENS = {SMALL_SHAPE: 4096, "Qwen2.5-0.5B": 512}
 QUICK_CPU_TOKENS = {SMALL_SHAPE: 1024}
-"""What a core computes in some seconds."""
+"""A core computes this in some seconds."""
 
 _PATIENCE_S = 120.0
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             measure(arguments, _size(arguments), model, result)
         print_table("one prompt, computed, copied and loaded, medians", result.rows)
         print_figures(result.figures, {})
-    finally:  # what was measured before a failure is not lost
+    finally:  # keep the results from before a failure
         result.write(arguments.json)
 
 
@@ -165,7 +165,7 @@ def measure(arguments: argparse.Namespace, size: Size, model: Model, result: Res
 
 
 def _joined(rounds: list[Round]) -> Round:
-    """The answers of all of them: a single prompt may be one of the close calls."""
+    """The answers of all prompts: a single one may be a close call."""
     return replace(rounds[0], answers=[answer for one in rounds for answer in one.answers])
 
 

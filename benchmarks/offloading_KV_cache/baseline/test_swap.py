@@ -5,7 +5,7 @@
 512 blocks of 16 tokens, scattered on the device. Measured in turns: one large copy of pinned memory (the limit), one
 copy per block from torch, and the engine's copier, which hands them over in batches; with registered memory of this
 process, and with a cache server's. Loads come in 1, 2 or 4 groups of layers, and "first layers" is when a step could
-begin. The clock stops when the device is done, as the next step sees it; `Copies.wait` sleeps, and wakes up some
+begin. The clock stops when the device is done, as the next step sees it; `Copies.wait` sleeps, and wakes up about
 0.3 ms later. Without a GPU the device is host memory, one thread copies, and one long move is the limit.
 """
 
@@ -86,7 +86,7 @@ def measure(shape: str, stand: Stand, repeats: int, result: Result) -> None:
 
 @dataclass(frozen=True)
 class Memory:
-    """An arena, where the bytes to load lie in it, and where there is room to store."""
+    """An arena, the place in it of the bytes to load, and room to store."""
 
     name: str
     arena: MappedArena
@@ -95,7 +95,7 @@ class Memory:
 
 
 class Stand:
-    """A device's blocks, one or two kinds of host memory, and what to do with them."""
+    """A device's blocks and one or two kinds of host memory."""
 
     def __init__(
         self,
@@ -192,13 +192,13 @@ class Stand:
     # --- before and after ------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """The device has none of the bytes."""
+        """Clear the device's blocks."""
         self.bytes.zero_()
         self.flat.zero_()
         _synchronize()
 
     def next_bytes(self) -> None:
-        """Others than those that were stored before."""
+        """Write bytes other than those stored before."""
         self.bytes.add_(1)
         self.flat.add_(1)
         _synchronize()

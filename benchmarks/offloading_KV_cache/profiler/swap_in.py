@@ -1,4 +1,4 @@
-"""A trace of swapping in: prompts come from host memory while another one is computed.
+"""A trace of swapping in: prompts are loaded from host memory while another one is computed.
 
     python -m benchmarks.offloading_KV_cache.profiler.swap_in [--quick] [--trace FILE.json] [--json FILE]
 

@@ -1,8 +1,8 @@
-"""A trace of the engine with its copies, for chrome://tracing or Perfetto; how much of them ran beside compute.
+"""A trace of the engine with its copies, for chrome://tracing or Perfetto, and the share of copies beside compute.
 
-On a GPU copies and kernels are what the device's own trace says. On a CPU a copy is a call of the copier on a thread of
-its own, which gets a name in the trace, and compute is every step of the engine in which torch does something. A
-result has the trace's spans of both, for a picture: all of it, and a piece of it close by.
+On a GPU, copies and kernels are taken from the device's own trace. On a CPU, a copy is a call of the copier on its own
+thread, named in the trace, and compute is every step of the engine in which torch works. A result has the spans of
+both, for a picture: of the whole trace, and of a piece of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEP = "kvtier step"
 Interval = tuple[float, float]
 
 _JOINED_US = 30.0
-"""Spans with a smaller gap between them are one in a picture of the whole trace."""
+"""A picture of the whole trace joins spans with a smaller gap between them."""
 _CLOSE_US = 8000.0
 _MOST_CLOSE = 2500
 
@@ -40,7 +40,7 @@ def add_trace_option(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def trace(act: Callable[[], object], target: Path, device: str) -> list[dict[str, Any]]:
-    """Run `act` under torch's profiler, with every copy named. The events of the trace, which is left at `target`."""
+    """Run `act` under torch's profiler, with every copy named. Returns the events; the trace is written to `target`."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -131,7 +131,7 @@ def _milliseconds(spans: Sequence[Interval], since: float) -> list[list[float]]:
 
 @contextlib.contextmanager
 def _named(kind: type, name: str, label: Callable[[Sequence[Any]], str]) -> Iterator[None]:
-    """Calls of the method show up in the trace, as `label` says of their arguments."""
+    """Show calls of the method in the trace, under a `label` made of their arguments."""
     method = getattr(kind, name)
 
     @functools.wraps(method)
@@ -155,7 +155,7 @@ def _copy_label(name: str) -> Callable[[Sequence[Any]], str]:
 
 
 def _busy_steps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The engine's steps that did not just wait."""
+    """The engine's steps that did more than wait."""
     steps = [event for event in events if event["name"] == STEP]
     starts = sorted(float(event["ts"]) for event in events if event.get("cat") == "cpu_op")
     return [

@@ -1,9 +1,9 @@
-"""A server hit straight into GPU memory: DMA from the cache server's arena, which no CPU copies.
+"""A server hit straight into GPU memory: DMA from the cache server's arena, without a copy by the CPU.
 
     python -m benchmarks.remote_kv_cache.baseline.test_gpu_hit [--quick] [--json FILE]
 
-The client maps the server's arena and registers it with CUDA; 512 leased blocks are copied to the GPU from where they
-lie in the server's memory, and back into reserved slots, beside the same copy through ordinary pinned memory and
+The client maps the server's arena and registers it with CUDA; 512 leased blocks are copied to the GPU straight
+from the server's memory, and back into reserved slots, beside the same copy through ordinary pinned memory and
 beside a copy by the CPU first. Needs torch with CUDA. One copy per run of adjacent blocks; the batched copier for
 scattered blocks comes with the engine.
 """

@@ -2,9 +2,9 @@
 
     python -m benchmarks.remote_kv_cache.baseline.test_memory_io [--quick] [--json FILE]
 
-Blocks are copied between two caches, from block ids to other block ids drawn at random; "adjacent" rows copy a run of
+Blocks are copied between two caches, from random block ids to random block ids; "adjacent" rows copy a run of
 neighbours, which is what `reserve` hands out. l2l is layer-major memory: one copy per layer per block. b2b is
-block-major. index_copy_ is torch's and is measured where torch is installed. With a GPU, swap in and swap out are the
+block-major. index_copy_ is torch's and is measured if torch is installed. With a GPU, swap in and swap out are the
 engine's copies of as many scattered blocks between it and host memory (`offloading_KV_cache.baseline.test_swap` has
 more of them). Rows of the result are seconds.
 """
@@ -104,7 +104,7 @@ def measure(layout: KvLayout, repeats: int) -> dict[str, float]:
 
 
 def measure_swap(layout: KvLayout, repeats: int) -> dict[str, float]:
-    """Median seconds of the engine's copies to and from a GPU; nothing where there is none."""
+    """Median seconds of the engine's copies to and from a GPU; nothing without one."""
     if importlib.util.find_spec("torch") is None or not importlib.import_module("torch").cuda.is_available():
         return {}
     test_swap = importlib.import_module("benchmarks.offloading_KV_cache.baseline.test_swap")

@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def measure_shape(shape: str, options: Options, result: Result) -> dict[str, float]:
-    """One table. Figures are the shape's own; `main` keeps the worst of the shapes."""
+    """One table. Its figures are for the shape; `main` keeps the worst of the shapes."""
     layout = SHAPES[shape]
     source = BlockMemory(NUM_BLOCKS, layout.block_bytes, seed=2)
     target = BlockMemory(NUM_BLOCKS, layout.block_bytes)
@@ -229,7 +229,7 @@ def _race_peer(
 
 
 def measure_hashing(repeats: int) -> dict[str, float]:
-    """Keys of a long new prompt, from a list of ints, against a bare chain over bytes that are already there."""
+    """Keys of a long new prompt, from a list of ints, against a bare chain over existing bytes."""
     dice = random.Random(3)
     tokens = [dice.randrange(150_000) for _ in range(PROMPT_TOKENS)]
     data = array("I", tokens).tobytes()
@@ -326,7 +326,7 @@ def _view_all(client: CacheClient, hashes: list[BlockHash]) -> None:
 
 
 def _verify(client: CacheClient, hashes: list[BlockHash], source: BlockMemory) -> None:
-    """What is in the arena is what was set; looked at in place."""
+    """Check in place that the arena contains the blocks that were set."""
     with client.match(hashes) as lease:
         _all(lease.num_blocks)
         for view, block in zip(lease.views(), source.blocks, strict=True):

@@ -1,4 +1,4 @@
-"""Grammars, compiled once and kept: beside the engine's steps, in the threads that submit prompts. Any thread."""
+"""Compiles and caches grammars, on the threads that submit prompts and not in the engine's steps. Thread-safe."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 64
 MAX_KEPT_CHARACTERS = 4 << 20
-"""Of all grammars that are kept. What a grammar takes compiled grows with its text, and is bounded (`limits`)."""
+"""The limit for all cached grammars together. A compiled grammar grows with its text and is bounded (`limits`)."""
 
 _WHITESPACE = r"[ ]|\n[ ]{0,32}"
-"""Between the tokens of JSON: a space, or a new line with its indentation. A model cannot write blanks forever."""
+"""Allowed between the tokens of JSON: a space, or a new line with indentation. The bound keeps a model from writing
+blanks forever."""
 
 _JSON_OPTIONS = {
     "whitespace_flexible": True,
@@ -43,11 +44,11 @@ _MAX_JSON_PARTS = 512
 _MAX_PLAIN_LARK = 32 << 10
 _MAX_PLAIN_REGEX = 4 << 10
 _COSTLY_LARK = re.compile(r"[&~]|%(?!json\b|ignore\b)")
-"""Intersections, complements and further grammars inside."""
+"""Intersections, complements and nested grammars."""
 
 
 class CompiledGrammar:
-    """A grammar for one vocabulary, whose tokens are bits of `num_words` words of 32. Any thread."""
+    """A grammar for one vocabulary. A mask of its tokens has `num_words` words of 32 bits. Thread-safe."""
 
     def __init__(self, start: LLMatcher, num_words: int) -> None:
         self.num_words = num_words
@@ -55,13 +56,13 @@ class CompiledGrammar:
         self._lock = threading.Lock()
 
     def matcher(self) -> LLMatcher:
-        """At the beginning of an answer, for one request; its owner's thread alone uses it. It takes microseconds."""
+        """A matcher at the beginning of an answer, for one request and one thread. Takes microseconds."""
         with self._lock:
             return self._start.deep_copy()
 
 
 class GrammarCompiler:
-    """For one model. Grammars that were used last are kept."""
+    """The compiler for one model. It keeps the most recently used grammars."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
@@ -74,7 +75,7 @@ class GrammarCompiler:
         self._num_characters = 0
 
     def find(self, grammar: Grammar) -> CompiledGrammar | None:
-        """The grammar, if it is compiled already."""
+        """The compiled grammar, if it is cached."""
         with self._lock:
             found = self._kept.get(grammar)
             if found is not None:
@@ -82,7 +83,7 @@ class GrammarCompiler:
             return found
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises `InvalidParameter` with one sentence for a grammar that is wrong, or that cannot be followed here."""
+        """Compile a grammar, or find it. Raises `InvalidParameter` if it is wrong or unsupported."""
         found = self.find(grammar)
         if found is not None:
             return found
@@ -92,7 +93,7 @@ class GrammarCompiler:
             vet(definition, self._special_tokens())
         start = llguidance().LLMatcher(vocabulary, definition, log_level=0, limits=limits())
         if not start.is_error():
-            start.compute_bitmask()  # some show at the first token only
+            start.compute_bitmask()  # some errors show only at the first token
         if start.is_error():
             raise InvalidParameter(f"the grammar cannot be compiled: {reason(start.get_error())}")
         compiled = CompiledGrammar(start, -(-vocabulary.vocab_size // 32))
@@ -100,7 +101,7 @@ class GrammarCompiler:
         return compiled
 
     def drop(self, grammar: Grammar) -> None:
-        """Compile it anew next time: answers share some of its memory, which may be used up."""
+        """Compile the grammar anew next time: answers share some of its memory, which may be used up."""
         with self._lock:
             if self._kept.pop(grammar, None) is not None:
                 self._num_characters -= len(grammar.text)
@@ -130,7 +131,7 @@ class GrammarCompiler:
 
 
 def _definition(grammar: Grammar) -> tuple[str, bool]:
-    """The grammar in the library's own words, and whether it is plainly harmless."""
+    """The grammar in the library's form, and whether it is plainly harmless."""
     if grammar.kind == "json_schema":
         schema = _schema(grammar.text)
         return _grammars({"json_schema": _with_options(schema)}), is_plain(schema)
@@ -143,7 +144,7 @@ def _definition(grammar: Grammar) -> tuple[str, bool]:
 
 
 def _in_lark(text: str) -> str:
-    """All of it in Lark's syntax: also rules with `::=`, alone or inside of other rules."""
+    """The whole grammar in Lark's syntax: converts rules with `::=`, alone or inside other rules."""
     if not text.startswith(_LARK_START):
         return _from_gbnf(text) if _GBNF_MARK in text else text
     if _GBNF_MARK not in text:
@@ -160,12 +161,12 @@ def _in_lark(text: str) -> str:
 
 
 def _from_gbnf(text: str) -> str:
-    """Rules written with `::=`, as llama.cpp and vLLM's documents have them, in Lark's syntax."""
+    """Converts rules written with `::=`, as in the documents of llama.cpp and vLLM, to Lark's syntax."""
     if len(text) > _MAX_GBNF_CHARACTERS:
         raise InvalidParameter(f"a grammar with ::= must not have more than {_MAX_GBNF_CHARACTERS} characters")
     try:
         return str(importlib.import_module("llguidance.gbnf_to_lark").any_to_lark(text))
-    except Exception as error:  # the library raises whatever it likes
+    except Exception as error:  # the library raises exceptions of any type
         raise InvalidParameter(f"the grammar cannot be compiled: {reason(str(error))}") from None
 
 
@@ -177,7 +178,7 @@ def _schema(text: str) -> dict[str, object]:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidParameter(f"the schema is no JSON: {error}") from None
+        raise InvalidParameter(f"the schema is not JSON: {error}") from None
     if schema is True:
         return {}
     if not isinstance(schema, dict):
@@ -186,7 +187,7 @@ def _schema(text: str) -> dict[str, object]:
 
 
 def _with_options(schema: dict[str, object]) -> dict[str, object]:
-    """With known formats only, and blanks that are bounded; those of calls are as templates write them already."""
+    """Keeps known formats only, and bounds blanks; in tool calls they already are as the template writes them."""
     is_spaced = schema.get("x-guidance") == TEMPLATE_SPACING
     try:
         kept = with_known_formats(schema)
@@ -196,7 +197,7 @@ def _with_options(schema: dict[str, object]) -> dict[str, object]:
 
 
 def _with_options_inside(lark: str) -> tuple[str, list[object]]:
-    """A grammar in Lark's syntax, in whose `%json` parts blanks are bounded too, and the schemas of these parts."""
+    """The grammar with blanks bounded in its `%json` parts, and the schemas of these parts."""
     decoder = json.JSONDecoder()
     pieces: list[str] = []
     schemas: list[object] = []
@@ -209,7 +210,7 @@ def _with_options_inside(lark: str) -> tuple[str, list[object]]:
         try:
             schema, schema_end = decoder.raw_decode(lark, mark.end())
         except (ValueError, RecursionError):
-            continue  # the library says what is wrong with it
+            continue  # the library reports the error
         schemas.append(schema)
         pieces += [lark[end : mark.end()], json.dumps(_with_options(schema))]
         end = schema_end

@@ -1,7 +1,7 @@
 """The requests whose answers follow grammars, and which tokens each of them may have next. The engine's thread owns it.
 
-A grammar moves on by a token as soon as the host knows it, which may be before the request is given that token: the
-next step's tokens are sampled in between. Matchers of one step work side by side in threads of the library, without
+A grammar advances by a token as soon as the host knows it, which may be before the request receives that token: the
+next step's tokens are sampled in between. The matchers of one step run in parallel on the library's threads, without
 Python's lock.
 """
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 _MAX_THREADS = 16
 _FEW_TOKENS = 8
-"""Waking threads takes as long as moving so many matchers on."""
+"""Waking threads takes as long as advancing this many matchers."""
 _WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Of a step's rows that sample, those whose tokens are not free.
+    """The rows of a step that sample under a grammar, and the tokens that each may have.
 
     Bit `t % 32` of `words[i, t // 32]` says whether row `rows[i]` may have token `t`.
     """
@@ -44,12 +44,12 @@ class TokenMasks:
 
 
 MakeMasks = Callable[[int, int], TokenMasks]
-"""Memory for the masks of a number of rows, of a number of words each, with any values."""
+"""Returns uninitialised memory for masks, given the number of rows and of words in each."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """Tokens that end a text: the bits `bits[i]` of word `places[i]` of a mask."""
+    """Tokens that end a text: bits `bits[i]` in word `places[i]` of a mask."""
 
     places: npt.NDArray[np.int64]
     bits: npt.NDArray[np.int32]
@@ -57,7 +57,7 @@ class _Ends:
 
 @dataclass(slots=True)
 class _Constraint:
-    """One answer's place in its grammar. `num_taken` of its tokens have moved the matcher on."""
+    """One answer's position in its grammar. The matcher has consumed `num_taken` of its tokens."""
 
     compiled: CompiledGrammar
     matcher: LLMatcher | None = None
@@ -73,10 +73,10 @@ class _Constraint:
 
 
 class Constraints:
-    """From `add` to `forget`."""
+    """Constrains each request between its `add` and its `forget`."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Iterable[int], drop: Callable[[Grammar], None]) -> None:
-        """`drop` is told of a grammar that failed, which may be compiled anew for the next request."""
+        """`drop` is called with a grammar that failed, so that the next request compiles it anew."""
         self._vocab_size = vocab_size
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._drop = drop
@@ -92,16 +92,16 @@ class Constraints:
         self._constraints[request] = _Constraint(compiled)
 
     def forget(self, request: Request) -> None:
-        """Behind the last request, there is no thread either."""
+        """After the last request, the thread ends too."""
         if self._constraints.pop(request, None) is not None and not self._constraints:
             self._thread.close()
 
     def close(self) -> None:
-        """Afterwards it has no thread."""
+        """End the thread."""
         self._thread.close()
 
     def rewind(self, request: Request) -> None:
-        """Back to the tokens that the request has."""
+        """Return to the tokens that the request has."""
         constraint = self._constraints.get(request)
         if constraint is not None:
             self._constraints[request] = _Constraint(constraint.compiled)
@@ -109,13 +109,13 @@ class Constraints:
     def waits_for_tokens(self, requests: Iterable[Request]) -> bool:
         """Whether tokens of one of `requests`, which are about to sample, are still on the device.
 
-        Each counts the token that it is about to sample.
+        `num_in_flight` of each counts the token that it is about to sample.
         """
         found = self._constraints
         return any(request.num_in_flight > 1 for request in requests if request in found)
 
     def advance(self, sampled: Iterable[tuple[Request, int]]) -> None:
-        """These tokens were sampled: the next ones of their requests."""
+        """Consume sampled tokens, the next of their requests."""
         moved = []
         for request, token_id in sampled:
             constraint = self._constraints.get(request)
@@ -135,12 +135,12 @@ class Constraints:
                 constraint.end = constraint.num_taken
 
     def masks(self, requests: Sequence[Request], make: MakeMasks, meanwhile: Callable[[], None]) -> TokenMasks | None:
-        """Which tokens the rows of `requests` may have; None when all are free. All earlier tokens are known.
+        """The tokens that the rows of `requests` may have; None if none has a grammar. Earlier tokens must be known.
 
-        The library's threads write the masks where `make` says. `meanwhile` is called in this thread beside them; it
+        The library's threads write the masks into memory from `make`. Meanwhile this thread calls `meanwhile`, which
         may forget requests.
         """
-        self._thread.settle()
+        self._thread.drain()
         rows: list[int] = []
         moving = []
         for row, request in enumerate(requests):
@@ -181,9 +181,9 @@ class Constraints:
         return masks
 
     def end_of(self, request: Request) -> int | None:
-        """With how many tokens its answer is complete, once that is known.
+        """The number of tokens of the complete answer, once that is known.
 
-        Raises `AnswerFailed` when the grammar cannot say whether its next token is right.
+        Raises `AnswerFailed` if the grammar failed before the next token.
         """
         constraint = self._constraints.get(request)
         if constraint is None:
@@ -193,7 +193,7 @@ class Constraints:
         return constraint.end
 
     def _matcher(self, request: Request, constraint: _Constraint) -> LLMatcher:
-        """The matcher; at first, and after a rewind, it is moved on by what the request has said so far."""
+        """The matcher. A new one, at first or after a rewind, consumes the answer so far."""
         if constraint.matcher is None:
             constraint.matcher = constraint.compiled.matcher()
             tokens = request.output_tokens
@@ -211,12 +211,12 @@ class Constraints:
             self._drop(request.params.grammar)
 
     def _is_kept_from_ending(self, request: Request, constraint: _Constraint) -> bool:
-        """Whether no end of text can be sampled for it: a complete answer has to end without."""
+        """Whether the answer must not sample an end of text now; a complete answer then ends without one."""
         params = request.params
         return params.ignore_eos or not self._eos_token_ids or constraint.num_taken < params.min_tokens
 
     def _get_ends(self, num_words: int) -> _Ends:
-        """Also tokens behind the vocabulary: the library has one there if the model has no end of text."""
+        """Includes tokens beyond the vocabulary: the library adds one there for a model without an end of text."""
         if self._ends is None:
             bits = np.zeros(num_words * _WORD_BITS, np.uint8)
             bits[self._vocab_size :] = 1

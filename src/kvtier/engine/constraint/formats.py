@@ -1,6 +1,6 @@
-"""The `format` of texts in a schema: what the library knows is enforced, other formats only describe.
+"""The `format` of strings in a schema: formats known to the library are enforced, others are ignored.
 
-OpenAPI and MCP have formats of their own everywhere (`int32`, `password`): a schema is not refused for them.
+OpenAPI and MCP use formats of their own everywhere (`int32`, `password`), so they are no reason to refuse a schema.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ KNOWN_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"},
 )
 _VALUES = frozenset({"const", "enum", "default", "example", "examples"})
-"""Keywords whose values are no schemas: a constant may have a key of that name."""
+"""Keywords whose values are not schemas: a constant may have a key `format`."""
 
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords whose values are schemas by names that the client chose."""
+"""Keywords whose values are objects of schemas, under names that the client chose."""
 
 
 def with_known_formats(schema: Mapping[str, object]) -> dict[str, object]:
-    """The same schema without the formats that the library would refuse. Its depth is bounded by its JSON's."""
+    """The schema without formats that the library would refuse. Recursion is bounded by the depth of its JSON."""
     return {key: _kept(key, value) for key, value in schema.items() if not _is_unknown(key, value)}
 
 

@@ -1,4 +1,4 @@
-"""llguidance, which an installation may lack: then a grammar is refused with one sentence, and nothing else changes."""
+"""Imports llguidance, which is optional: without it, only grammars are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _module() -> ModuleType | None:
 
 
 def llguidance() -> ModuleType:
-    """Raises `InvalidParameter` where it is not installed."""
+    """The module. Raises `InvalidParameter` if it is not installed."""
     module = _module()
     if module is None:
         raise InvalidParameter("structured output needs llguidance on the server: pip install 'kvtier[structured]'")

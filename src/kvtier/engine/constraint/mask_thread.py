@@ -1,4 +1,4 @@
-"""A thread for one call at a time that works without Python's lock, while its owner's thread does something else."""
+"""A thread that runs one call at a time without Python's lock, while its owner's thread does other work."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ class MaskThread:
         self._thread: threading.Thread | None = None
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._call: _Call | None = None
-        self._is_settled = True
+        self._is_idle = True
 
     def begin(self, act: Callable[[], None]) -> None:
-        """Call `act` beside. Returns once it has begun: otherwise it might wait long for Python's lock."""
-        self.settle()
+        """Run `act` on the thread. Returns once it has begun: otherwise it might wait long for Python's lock."""
+        self.drain()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvtier-masks", daemon=True)
             self._thread.start()
-        self._is_settled = False
+        self._is_idle = False
         self._call = _Call(act)
         self._calls.put(self._call)
         self._call.begun.acquire()
 
     def wait(self) -> None:
-        """Until the call is over. Raises what it raised."""
+        """Wait until the call has ended. Raises what it raised."""
         call = self._call
         assert call is not None, "a call was begun"
         call.over.acquire()
-        self._is_settled = True
+        self._is_idle = True
         if call.error is not None:
             raise call.error
 
-    def settle(self) -> None:
-        """Until no call is under way, also if one was begun and, since something was raised, never waited for."""
-        if not self._is_settled:
+    def drain(self) -> None:
+        """Wait until no call is running. After an error, a call may have begun without a `wait`."""
+        if not self._is_idle:
             last = _Call(_nothing)
             self._calls.put(last)
             last.over.acquire()
-            self._is_settled = True
+            self._is_idle = True
 
     def close(self) -> None:
-        """Afterwards there is no thread."""
+        """End the thread."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join()
             self._thread = None
-            self._is_settled = True
+            self._is_idle = True
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -64,7 +64,7 @@ class MaskThread:
 
 
 class _Call:
-    """`begun` and `over` are released once it is so."""
+    """`begun` and `over` are released when the call begins and ends."""
 
     __slots__ = ("act", "begun", "error", "over")
 

@@ -1,8 +1,8 @@
-"""Whether a grammar that may be hostile can be compiled within limits: a process of its own tries, and may be killed.
+"""Compiles a possibly hostile grammar within limits, in a process that may be killed.
 
-The library bounds what a step costs, but not what it takes to build a grammar: a schema of a few lines can ask for
-minutes and gigabytes. `python -m kvtier.engine.constraint.vetting` reads a `Question` from its standard input, and says
-what is wrong with the grammar on its standard output. Grammars that are plainly harmless (`is_plain`) need none.
+The library bounds the cost of a step, but not of building a grammar: a schema of a few lines can take minutes and
+gigabytes. `python -m kvtier.engine.constraint.vetting` reads a `GrammarSource` from its standard input and
+writes what is wrong with the grammar to its standard output. Plainly harmless grammars (`is_plain`) are not tried.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvtier.errors import InvalidParameter
 _CPU_S = 2
 _WALL_S = 30.0
 _MEMORY_BYTES = 768 << 20
-"""Of addresses, the interpreter's own 200 MiB among them."""
+"""Address space, including 200 MiB for the interpreter."""
 
 _MAX_PLAIN_VALUES = 400
 _MAX_PLAIN_WIDTH = 100
@@ -32,10 +32,10 @@ _COSTLY = {"allOf", "patternProperties", "propertyNames", "dependentSchemas", "c
 _NO_ANSWER = "NoExtensionBias"
 _MAX_ERROR_CHARACTERS = 4096
 _REASON_CHARACTERS = 300
-_TOO_COMPLEX = "the grammar is too complex: compiling it takes more time or memory than there is for it"
+_TOO_COMPLEX = "the grammar is too complex: compiling it exceeds the limits on time or memory"
 
 
-class Question(msgspec.Struct, frozen=True):
+class GrammarSource(msgspec.Struct, frozen=True):
     """A grammar in the library's own words, and the special tokens that it may name."""
 
     definition: str
@@ -43,7 +43,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class _Bytes:
-    """A vocabulary of single bytes and special tokens, as llguidance asks for it: what is built is much the same."""
+    """A tokenizer for llguidance with single bytes and special tokens. A grammar built with it costs about the same."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -86,14 +86,14 @@ def is_plain(schema: object) -> bool:
 
 
 def _is_small_multiple(multiple: float) -> bool:
-    """Numbers are compared to multiples digit by digit: what counts is how many remainders there are."""
+    """Multiples are matched digit by digit, so the cost is the number of remainders."""
     return math.isfinite(multiple) and float(multiple).is_integer() and 0 < multiple <= _MAX_PLAIN_MULTIPLE
 
 
 def vet(definition: str, special_tokens: Sequence[str]) -> None:
-    """Raises `InvalidParameter` for a grammar that cannot be compiled, or not within the limits. Waits for it."""
+    """Compile a grammar, and wait. Raises `InvalidParameter` if it is wrong or exceeds the limits."""
     command = [sys.executable, "-P", "-m", __name__]
-    asked = msgspec.json.encode(Question(definition, special_tokens))
+    asked = msgspec.json.encode(GrammarSource(definition, special_tokens))
     try:
         done = subprocess.run(command, input=asked, capture_output=True, timeout=_WALL_S, check=False)
     except subprocess.TimeoutExpired:
@@ -108,16 +108,16 @@ def vet(definition: str, special_tokens: Sequence[str]) -> None:
 
 
 def reason(error: str) -> str:
-    """What the library says of a grammar, in one line: without its pictures of the place, and cut where it is long."""
+    """The library's error as one line of limited length, without its drawings of the position."""
     if error.startswith(_NO_ANSWER):
-        return "it allows no answer at all"
+        return "it allows no answer"
     lines = [line.strip() for line in error[:_MAX_ERROR_CHARACTERS].splitlines()]
     words = " ".join(line for line in lines if line.strip("^- ") and " | " not in line and not line.startswith("<"))
     return words if len(words) <= _REASON_CHARACTERS else words[: _REASON_CHARACTERS - 3] + "..."
 
 
 def limits() -> object:
-    """What one answer's grammar may take of time and memory, step by step."""
+    """Limits on the time and memory of one answer's grammar, for each step."""
     return llguidance().LLParserLimits(
         max_lexer_states=20_000,  # up to two KiB each
         step_lexer_fuel=100_000,  # about seven milliseconds
@@ -131,7 +131,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     module = llguidance()
-    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=GrammarSource)
     tokenizer = module.LLTokenizer(_Bytes(question.special_tokens))
     matcher = module.LLMatcher(tokenizer, question.definition, log_level=0, limits=limits())
     if not matcher.is_error():

@@ -1,4 +1,4 @@
-"""A model's tokens as grammars see them: the bytes of each, which of them are special, and which end an answer."""
+"""A model's tokens for grammars: the bytes of each, the special ones, and those that end an answer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 _TEXT = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{count}}}" for count in (10, 12, 16, 30)), f"{_TEXT}+"]
-"""Kinds of tokens that are allowed or not as a whole: the library's own, and two more for texts that are nearly as long
-as a schema allows. Only the other tokens are tried one by one, which takes a millisecond for 150,000."""
+"""Sets of tokens that are allowed or forbidden together: the library's own, and two more for texts that are nearly as
+long as a schema allows. Only the other tokens are tried one by one, which takes a millisecond for 150,000."""
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer; its names. Any thread calls it, with Python's lock."""
+    """The tokenizer interface of llguidance, which defines the names. Any thread calls it, with Python's lock."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -27,15 +27,15 @@ class _Tokens:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id = min(eos_token_ids, default=None)
-        """Without one, the library adds a token behind the vocabulary, which the sampler never sees."""
+        """If None, the library adds a token beyond the vocabulary, which the sampler never sees."""
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         special = tokenizer.special_token_ids | set(eos_token_ids)
         self.special_token_ids = sorted(token_id for token_id in special if token_id < vocab_size)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens that the model would read `text` as, where a grammar leaves no choice. They spell it exactly.
+        """The tokens of a `text` that a grammar forces. They spell it exactly.
 
-        Some tokenizers put a space before every text: then a tokenization of the bytes has to do, longest first.
+        Some tokenizers put a space before every text; then the text is split greedily, longest token first.
         """
         found = self._tokenizer.encode(text, add_special_tokens=False)
         size = len(self.tokens)
@@ -51,7 +51,7 @@ class _Tokens:
             ends = range(min(len(text), start + longest), start, -1)
             end = next((end for end in ends if text[start:end] in ids), None)
             if end is None:
-                return found  # a byte that no token has: what is forced ends before it
+                return found  # no token has this byte: the forced text ends before it
             found.append(ids[text[start:end]])
             start = end
         return found
@@ -68,9 +68,9 @@ class _Tokens:
 
 
 def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
-    """For a model of `vocab_size` logits. It takes a second for 150,000 tokens: make it once.
+    """The vocabulary of a model with `vocab_size` logits. Make it once: 150,000 tokens take a second.
 
-    Ids that the tokenizer does not know are never allowed, and special tokens only where a grammar names them.
+    Ids unknown to the tokenizer are never allowed, special tokens only where a grammar names them.
     """
     inside = [token_id for token_id in sorted(eos_token_ids) if token_id < vocab_size]
     tokens = _Tokens(tokenizer, vocab_size, inside)

@@ -59,7 +59,7 @@ def test_a_call_that_nobody_waited_for_is_over_before_the_next(thread: MaskThrea
 
     thread.begin(act)
     threading.Timer(0.05, may_end.set).start()
-    thread.settle()
+    thread.drain()
 
     assert found == [1]
 
