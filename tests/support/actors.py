@@ -60,7 +60,7 @@ def empty_buffers(count: int) -> list[bytearray]:
 
 
 def read_all(client: CacheClient, hashes: Sequence[BlockHash]) -> list[bytes]:
-    """What `get` gives for the leading part of `hashes`."""
+    """The bytes that `get` returns for the leading part of `hashes`."""
     into = empty_buffers(len(hashes))
     return [bytes(buffer) for buffer in into[: client.get(hashes, into)]]
 
@@ -80,7 +80,7 @@ def stays(is_so: Callable[[], object], for_s: float) -> bool:
 
 
 def held(client: CacheClient) -> tuple[object, object, object]:
-    """What the server says is leased, reserved and held in bytes."""
+    """The server's counts of leased, reserved and held bytes."""
     stats = client.stats()
     return stats["leases"], stats["reservations"], stats["held_bytes"]
 
@@ -252,7 +252,7 @@ def hold(address: str, leased_seed: int, reserved_seed: int, num_blocks: int) ->
 
 
 def read_again_and_again(address: str, seed: int, num_blocks: int) -> None:
-    """Copy a leased prompt out of the arena, over and over, until told; say how many rounds and wrong blocks."""
+    """Copy a leased prompt out of the arena again and again until a line arrives; report rounds and wrong blocks."""
     hashes = chain(seed, num_blocks)
     right = payloads(hashes)
     rounds = wrong = 0
@@ -269,7 +269,7 @@ def read_again_and_again(address: str, seed: int, num_blocks: int) -> None:
 
 
 def write_again_and_again(address: str, seed: int, num_blocks: int) -> None:
-    """Write into a reservation, over and over, until told; then write what belongs there and commit."""
+    """Write into a reservation again and again until a line arrives; then write the right bytes and commit."""
     hashes = chain(seed, num_blocks)
     right = payloads(hashes)
     rounds = 0
@@ -423,7 +423,7 @@ def send_mutants(address: str, token: str | None, seed: int, num_frames: int) ->
 
 
 def mutants(rng: random.Random, count: int) -> Iterator[bytes]:
-    """As `send_mutants` makes them, with every reply, too: what a client may be sent."""
+    """Messages as `send_mutants` makes them, and every reply: all messages that a client may receive."""
     for _ in range(count):
         source = rng.randrange(10)
         if source == 0:
@@ -477,7 +477,7 @@ def _requests(rng: random.Random, space: int) -> list[tuple[wire.Message, bytes]
 
 
 def _reply(rng: random.Random) -> wire.Message:
-    """What only a server says."""
+    """Messages that only a server sends."""
     replies: list[wire.Message] = [
         wire.Opened(1),
         wire.Matched(bytes(8), "miss", 1, 0),

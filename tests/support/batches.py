@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a model fixes."""
+    """Properties given by the model."""
 
     heads: int = 4
     kv_heads: int = 2

@@ -9,7 +9,7 @@ from typing import Any, Final
 import jinja2
 
 END: Final = "<|end|>\n"
-"""Of every turn."""
+"""Template text of every turn."""
 
 _HEAD = """
 {%- if tools -%}
@@ -121,7 +121,7 @@ WITHOUT_TOOLS: Final = "{%- for message in messages -%}" + "{{ message.content }
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], *, is_asked: bool = False, **values: object) -> str:
-    """As the engine's tokenizer does; with `is_asked`, up to where the answer begins."""
+    """Renders like the engine's tokenizer; with `is_asked`, up to the beginning of the answer."""
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, autoescape=False)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment.from_string(template).render(messages=messages, add_generation_prompt=is_asked, **values)
@@ -130,7 +130,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], *, is_asked: bo
 def answer_text(
     template: str, calls: Sequence[tuple[str, Mapping[str, object]]], text: str = "", reasoning: str = ""
 ) -> str:
-    """What a model writes that answers so, by its template."""
+    """The text of a model that gives this answer, by its template."""
     user = {"role": "user", "content": "go"}
     assistant: dict[str, object] = {"role": "assistant", "content": text}
     if reasoning:

@@ -120,7 +120,7 @@ class DeploymentProcess:
     # --- its life -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """It is not ready yet. What was started before must have ended."""
+        """Start it, without waiting until it is ready. An earlier start must have ended."""
         assert not self.is_running
         self._log_before = len(self.log())
         environment = {
@@ -141,8 +141,8 @@ class DeploymentProcess:
             )
 
     def wait_until_ready(self, *, after: float = 0.0, timeout_s: float = _READY_S) -> None:
-        """Until every engine is there, was ready after the time `after`, in seconds of the epoch, and the supervisor
-        knows all of it: a part that dies before is one that cannot start.
+        """Wait until every engine was ready after the time `after`, in seconds of the epoch, and the supervisor knows it:
+        a part that dies earlier counts as one that cannot start.
 
         Raises `RuntimeError` when it ends meanwhile, and `TimeoutError`, both with the end of its log.
         """
@@ -206,7 +206,7 @@ class DeploymentProcess:
     # --- what is seen of it -------------------------------------------------------------------------------------------
 
     def ready_since(self) -> dict[str, float]:
-        """Of the engines that are there: since when, in seconds of the epoch."""
+        """The start times of the running engines, in seconds of the epoch."""
         try:
             _, document = self.get("/ready")
         except (OSError, http.client.HTTPException):
@@ -215,7 +215,7 @@ class DeploymentProcess:
         return {name: state["since"] for name, state in states if state["status"] == "ready"}
 
     def get(self, path: str) -> tuple[int, Any]:
-        """Status and JSON document of a page of the OpenAI server. Raises `OSError` when nobody listens."""
+        """Status and JSON document of a page of the OpenAI server. Raises `OSError` if nothing listens."""
         connection = http.client.HTTPConnection("127.0.0.1", self.openai_port, timeout=_REQUEST_S)
         with contextlib.closing(connection):
             connection.request("GET", path)
@@ -227,7 +227,7 @@ class DeploymentProcess:
         return self._log_file.read_text(errors="replace")
 
     def wait_for_log(self, pattern: str, *, after: int = 0, timeout_s: float = _READY_S) -> re.Match[str]:
-        """Until `pattern` is in the log behind its first `after` characters. Raises `TimeoutError`."""
+        """Wait until `pattern` is in the log behind its first `after` characters. Raises `TimeoutError`."""
         found: list[re.Match[str]] = []
 
         def is_there() -> bool:
@@ -240,7 +240,7 @@ class DeploymentProcess:
         return found[0]
 
     def parts(self) -> dict[str, PartProcess]:
-        """Those that run now, by name."""
+        """The running parts, by name."""
         found = {}
         for pid in self.process_ids():
             with contextlib.suppress(OSError, ValueError):
@@ -254,7 +254,7 @@ class DeploymentProcess:
         return self.parts()[name]
 
     def wait_for_part(self, name: str, *, other_than: int = 0, timeout_s: float = _READY_S) -> PartProcess:
-        """Until it runs, in another process than `other_than`. Raises `TimeoutError`."""
+        """Wait until it runs in a process other than `other_than`. Raises `TimeoutError`."""
 
         def is_there() -> bool:
             return name in (parts := self.parts()) and parts[name].pid != other_than
@@ -263,7 +263,7 @@ class DeploymentProcess:
         return self.part(name)
 
     def process_ids(self) -> set[int]:
-        """Of everything that runs because of it, also of what lost its parent."""
+        """All processes that it started, including orphans."""
         mark = f"{_MARK}={self._mark}".encode()
         found = set()
         for entry in Path("/proc").iterdir():
@@ -274,7 +274,7 @@ class DeploymentProcess:
         return found
 
     def left_behind(self) -> list[str]:
-        """What is there of it, and should not be once it has ended: processes, files, ports."""
+        """Remains that should be gone once it has ended: processes, files, ports."""
         left = [f"process {pid}" for pid in sorted(self.process_ids())]
         left += [str(path) for path in sorted(self.runtime_parent.rglob("*"))]
         for port in (self.openai_port, self.ollama_port):
@@ -326,7 +326,7 @@ def starting_deployment(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on now, all different."""
+    """Free ports of loopback, all different."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [sock.getsockname()[1] for sock in sockets]

@@ -1,4 +1,4 @@
-"""Engine processes for the tests of this folder: a nursery has everything loaded and forks an engine when it is told.
+"""Engine processes for the tests of this folder: a nursery has everything loaded and forks engines on demand.
 
 `python -m tests.support.engine_actors SOCKET` reads orders in lines of JSON. A child that it forks opens an engine,
 says so over a connection to SOCKET, computes when it reads a line, and may be killed at any moment.

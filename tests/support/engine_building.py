@@ -54,7 +54,7 @@ def sampled_after(checksum: int) -> int:
 
 
 def answer_to(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What any request with this prompt must get."""
+    """The answer that any request with this prompt must get."""
     answer: list[int] = []
     checksum = checksums(prompt)[-1]
     while len(answer) < max_tokens and STOP_TOKEN not in answer[-1:]:
@@ -186,7 +186,7 @@ class SimulatedEngine:
 
     @property
     def max_model_len(self) -> int:
-        """As the engine has it: one block stays spare."""
+        """As in the engine: one block stays spare."""
         return (self.block_manager.num_blocks - 1) * self.block_manager.block_tokens
 
     @property
@@ -221,7 +221,7 @@ class SimulatedEngine:
         return step
 
     def run(self, max_steps: int = 20_000) -> None:
-        """Until nothing is left to do."""
+        """Run until nothing is left to do."""
         for _ in range(max_steps):
             if not self.has_work:
                 self.check_idle()

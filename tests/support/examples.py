@@ -22,7 +22,7 @@ settings.register_profile(SHORT_PROFILE, _THE_SAME_EACH_TIME, max_examples=10)
 
 
 def examples(count: int) -> int:
-    """Of `count` examples those that this run has: a tenth under the short profile, and at least a few."""
+    """The number of examples of this run: `count`, or under the short profile a tenth of it, but at least a few."""
     if settings.get_current_profile_name() != SHORT_PROFILE:
         return count
     return min(count, max(_FEWEST, count // _SHORT_PART))

@@ -13,7 +13,7 @@ TO_DEVICE = 1
 
 
 class _Function:
-    """As ctypes has them: a call, with attributes that may be set."""
+    """A function as in ctypes: a call, with attributes that may be set."""
 
     def __init__(self, act: Callable[..., Any]) -> None:
         self._act = act

@@ -156,7 +156,7 @@ def outputs(
     completion: Completion | None = None,
     cached: dict[str, int] | None = None,
 ) -> StepOutputs:
-    """What a step brought for every answer to a prompt, with tokens that are named by their bytes."""
+    """The result of a step for every answer to a prompt, with tokens given by their bytes."""
     has_logprobs = submit.params.logprobs is not None
     logprobs = [{zlib.crc32(raw): logprob for raw, logprob in found.items()} for found in likely]
     pieces = [
@@ -188,7 +188,7 @@ def ending(
 
 
 def words_then(words: list[str], *, then: Step) -> Script:
-    """Some words of an answer that does not end, and then this."""
+    """Send some words of an answer that does not end, and then this."""
 
     def script(submit: Submit) -> Iterator[Step]:
         yield accepted(submit)
@@ -276,11 +276,11 @@ class FakeEngine:
         self._call(self._listen())
 
     def stop(self) -> None:
-        """As when the process is killed: connections break, and nobody listens."""
+        """Behave like a killed process: connections break, and nothing listens."""
         self._call(self._die())
 
     def freeze(self) -> None:
-        """As SIGSTOP: nothing is read and nothing said until `thaw`; connections stay."""
+        """Behave as after SIGSTOP: nothing is read or sent until `thaw`; connections stay open."""
         self._is_awake.clear()
         self._loop.call_soon_threadsafe(self._is_awake.wait)
 
@@ -443,7 +443,7 @@ def running(
     tracing: Tracing | None = None,
     port: int = 0,
 ) -> Iterator[Running]:
-    """The server of one API ("openai" or "ollama"), which has met those engines that are there."""
+    """The server of one API ("openai" or "ollama"), which is connected to the running engines."""
     listener = socket.create_server(("127.0.0.1", port))
     address = listener.getsockname()
     started: Future[tuple[Service, Callable[[], None]]] = Future()

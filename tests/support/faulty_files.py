@@ -26,7 +26,7 @@ class _Fault:
 
 
 class FaultyFiles(Files):
-    """The operating system's files, until told otherwise. Operations go by their names in `Files`.
+    """The operating system's files, until a fault is set. Operations have their names in `Files`.
 
     `delay_s` slows down every read and write. With `refuses_direct`, the filesystem has no direct I/O. `before_write`
     is called with the data and offset of every write before it is made. `num_calls` counts operations.

@@ -68,7 +68,7 @@ def _leftovers(mark: str) -> dict[int, str]:
 
 
 def _command(pid: int) -> str:
-    """Empty for a process that has ended, also if nobody has asked how."""
+    """Empty for a process that has ended, even if it was not reaped."""
     try:
         words = Path("/proc", str(pid), "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:

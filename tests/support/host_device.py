@@ -40,7 +40,7 @@ class Arrived:
 
 
 class GatedTransfer:
-    """Copies when somebody waits for it, once the gate is open."""
+    """Copies when a caller waits for it, once the gate is open."""
 
     def __init__(self, gate: threading.Event, targets: list[int], sources: list[int], arena: MappedArena) -> None:
         self._gate = gate

@@ -25,7 +25,7 @@ _LOOK_S = 0.05
 
 
 class HostileServer:
-    """Listens at `folder`/hostile.sock. Every reply may have another value, be cut, or be anything at all."""
+    """Listens at `folder`/hostile.sock. Every reply may have a wrong value, be cut off, or be random bytes."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.address = f"unix:{folder / 'hostile.sock'}"

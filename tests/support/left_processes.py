@@ -11,7 +11,7 @@ from tests.support.guardian import end_leftovers, is_guarded_here
 
 LEFT_BEHIND = pytest.StashKey[list[str]]()
 _ENDING_S = 20.0
-"""So long may processes take to end after the last test."""
+"""The longest time for processes to end after the last test."""
 
 
 @pytest.hookimpl(trylast=True)

@@ -23,7 +23,7 @@ from kvtier.wire import messages as wire
 from kvtier.wire.frames import HEADER_BYTES, encode_frame
 
 Lie = Callable[[int, wire.Message, bytes], bytes]
-"""Of a frame's request number, message and payload, the bytes that a client gets."""
+"""Given a frame's request number, message and payload, returns the bytes that the client gets."""
 
 _HEADER = struct.Struct("<IHHIIQ")
 _PIECE_BYTES = 16 << 10
@@ -254,7 +254,7 @@ def other_blocks(request: int, message: wire.Message, payload: bytes) -> bytes:
 
 
 def other_answers(request: int, message: wire.Message, payload: bytes) -> bytes:
-    """An answer to a question that nobody asked."""
+    """An answer without a request."""
     return _framed(request, wire.Counted(1 << 40), b"")
 
 
@@ -269,7 +269,7 @@ def garbage(request: int, message: wire.Message, payload: bytes) -> bytes:
 
 
 def another_version(request: int, message: wire.Message, payload: bytes) -> bytes:
-    """What a server of another version of the protocol says."""
+    """The message of a server with another version of the protocol."""
     framed = bytearray(_framed(request, message, payload))
     framed[4] ^= 0x40
     return bytes(framed)

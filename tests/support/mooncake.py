@@ -61,7 +61,7 @@ class StandInMaster:
         self.faults = {} if fault is None else dict.fromkeys(acts or ("exist", "get", "put", "remove"), fault)
 
     def close(self) -> None:
-        """As if it was killed: nobody listens any more, and calls under way end."""
+        """Behave like a killed process: nothing listens any more, and running calls end."""
         self.resume.set()
         self._server.shutdown()
         self._server.server_close()
@@ -124,7 +124,7 @@ class _Handler(socketserver.StreamRequestHandler):
                 return [int(key in objects) for key in keys], []
             case "put":
                 for key, payload in zip(keys, payloads, strict=True):
-                    objects.setdefault(key, payload)  # what is there is not written over
+                    objects.setdefault(key, payload)  # existing values are not overwritten
             case "get":
                 found = [objects.get(key) for key in keys]
                 codes = [_NOT_FOUND if payload is None else len(payload) for payload in found]

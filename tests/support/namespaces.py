@@ -25,7 +25,7 @@ from tests.support.waiting import wait_until
 _CLONE_NEWNET = 0x40000000
 _OWN_NAMESPACE = "/proc/thread-self/ns/net"
 _NOBODY = "02:00:00:00:00:01"
-"""The hardware address of no host: what is sent there is dropped, and nobody says so."""
+"""A hardware address without a host: packets to it are silently dropped."""
 _END_S = 60.0
 _ENDED = ("Z", "X")
 """States of a process that has ended: its parent may not have looked yet."""
@@ -45,7 +45,7 @@ class Host:
 
     @property
     def path(self) -> str:
-        """What `ip` calls it by."""
+        """Its name for `ip`."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @contextlib.contextmanager
@@ -105,7 +105,7 @@ class Network:
             host.close()
 
     def end_processes(self) -> None:
-        """In good order if they take the order: whoever started others ends them. Else they are killed."""
+        """Stop its processes with a signal, so that parents end their children; kill those that remain."""
         running = self._processes()
         _signal([pid for pid in running if _parent_of(pid) not in running], signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
@@ -133,7 +133,7 @@ class Network:
             one.ip(f"neigh replace {other.address} lladdr {_NOBODY} dev eth0 nud permanent")
 
     def pass_between(self, host: Host, others: Sequence[Host]) -> None:
-        """As before `drop_between`."""
+        """Undo `drop_between`."""
         for one, other in _both_ways(host, others):
             one.ip(f"neigh del {other.address} dev eth0")
 
@@ -159,7 +159,7 @@ def network(num_hosts: int) -> Iterator[Network]:
 
 @functools.cache
 def _why_not() -> str | None:
-    """What keeps this process from making networks."""
+    """The reason why this process cannot make networks."""
     if shutil.which("ip") is None:
         return "there is no `ip` on this machine"
     try:

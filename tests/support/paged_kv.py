@@ -40,7 +40,7 @@ class PagedKv:
     def _parts(
         self, pages: Sequence[int], first_token: int, blocks: Sequence[Buffer]
     ) -> Iterator[tuple[torch.Tensor, int, slice, slice]]:
-        """What lies in one page: the block, the page, the tokens of the page, and the same tokens of the block."""
+        """The content of one page: the block, the page, the tokens of the page, and the same tokens of the block."""
         block_tokens, page_tokens = self._geometry.layout.block_tokens, self._geometry.page_tokens
         for number, buffer in enumerate(blocks):
             block = self._as_tensor(buffer)

@@ -25,7 +25,7 @@ class Case:
 
 
 def places_in(case: Case, pages: Sequence[int], blocks: Sequence[int]) -> list[int]:
-    """What copiers take, of `blocks` of a sequence with these `pages`."""
+    """The arguments of copiers, for `blocks` of a sequence with these `pages`."""
     return places_of(pages, blocks, page_tokens=case.page_tokens, block_tokens=case.layout.block_tokens)
 
 
@@ -52,7 +52,7 @@ def token_of(case: Case, tensor: torch.Tensor, page: int, head: int, inside: int
 
 
 def put(case: Case, tensors: list[torch.Tensor], pages: list[int], key: torch.Tensor, value: torch.Tensor) -> None:
-    """What an engine does, token by token: `key` and `value` are `(layers, heads, tokens, dim)`."""
+    """Write as an engine does, token by token: `key` and `value` are `(layers, heads, tokens, dim)`."""
     for layer, tensor in enumerate(tensors):
         for token in range(key.shape[2]):
             number, inside = divmod(token, case.page_tokens)
@@ -82,7 +82,7 @@ def expected_block(layout: KvLayout, key: torch.Tensor, value: torch.Tensor, fir
 
 
 def random_tensors(case: Case, num_heads: int, seed: int) -> list[torch.Tensor]:
-    """As `empty_tensors`, full of numbers."""
+    """Like `empty_tensors`, filled with numbers."""
     made = torch.Generator().manual_seed(seed)
     tensors = empty_tensors(case, num_heads)
     for tensor in tensors:

@@ -43,7 +43,7 @@ def compute(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams =
 
 
 def check_all(llm: LLM) -> dict[str, int]:
-    """Until the canary has nothing left to do: its checks so far, by result."""
+    """Wait until the canary is idle. Returns its checks so far, by result."""
     while llm.engine.has_idle_work:
         llm.engine.idle_step()
     return checks_of(llm)
@@ -74,7 +74,7 @@ def read_block(llm: LLM, client: CacheClient, block_hash: BlockHash) -> torch.Te
 
 
 def write_block(client: CacheClient, block_hash: BlockHash, block: torch.Tensor) -> None:
-    """In place of what is there."""
+    """Replace the cached block."""
     assert client.drop([block_hash]) == 1
     payload = block.contiguous().view(torch.uint8).numpy().tobytes()
     assert client.set([block_hash], [payload]) == 1

@@ -15,7 +15,7 @@ _SECTOR_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class _Unsynced:
-    """What was in a file before a write."""
+    """The content of a file before a write."""
 
     path: str
     offset: int

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 Lie = Callable[[bytes], bytes | None]
-"""Of a whole reply, what the client gets; None ends the connection in the middle of it."""
+"""Given a whole reply, returns the bytes for the client; None ends the connection in the middle of it."""
 
 
 class LyingNode:

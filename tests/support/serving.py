@@ -1,4 +1,4 @@
-"""What the tests of `kvtier serve` have in common: a deployment's text, questions over both APIs, traffic.
+"""Shared by the tests of `kvtier serve`: a deployment's text, questions over both APIs, traffic.
 
 A request ends in one of the ways of `Way`; which of them are right is for the test to say. Everything is greedy: a
 question has one right answer.
@@ -206,7 +206,7 @@ class Traffic:
         wait_until(lambda: self.count(Way.RIGHT) >= wanted, f"{count} right answers, but {self.told()}")
 
     def told(self) -> list[str]:
-        """What the requests that got no answer were told, each once."""
+        """The errors of requests without an answer, each once."""
         return sorted({f"{one.way.value}: {one.what}" for one in self.outcomes if one.way is not Way.RIGHT})
 
     def _run(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the disk store have in common. Bytes are derived from the hash: a wrong one shows."""
+"""Shared by the tests of the disk store. Bytes are derived from the hash, so that a wrong one is noticed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def read(store: DiskStore, space: StoreSpace, number: int) -> bytes | None:
 
 
 def read_rightly(store: DiskStore, space: StoreSpace, numbers: Iterable[int]) -> set[int]:
-    """Which of `numbers` are there. Fails on a wrong byte."""
+    """The `numbers` whose blocks are stored. Fails on a wrong byte."""
     there = set()
     for number in numbers:
         found = read(store, space, number)

@@ -42,7 +42,7 @@ def payload_of(block_hash: bytes) -> bytes:
 
 @dataclass
 class StoringEngine:
-    """What a deployment has below its HTTP server. `computed` are the ends of the pieces that were warmed."""
+    """A deployment without its HTTP server. `computed` has the ends of the warmed pieces."""
 
     engine: FakeEngine
     server: CacheServer

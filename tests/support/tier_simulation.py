@@ -97,7 +97,7 @@ class SimulatedTransfer:
 
 
 class TieredDevice(SimulatedDevice):
-    """As `SimulatedDevice`, with blocks that are being written or read by copies beside the steps."""
+    """Like `SimulatedDevice`, with blocks that copies write or read during steps."""
 
     def __init__(self, block_tokens: int, num_slots: int) -> None:
         super().__init__(block_tokens, num_slots)
@@ -167,7 +167,7 @@ class TieredDevice(SimulatedDevice):
 
 
 class _SimulatedLease:
-    """What a tier had of a prompt when it was asked."""
+    """The part of a prompt that a tier had when it was asked."""
 
     def __init__(self, blocks: Sequence[Sums], *, has_views: bool) -> None:
         self.blocks = blocks
@@ -245,7 +245,7 @@ class SimulatedTraffic:
         """What a smooth one says of copies that were handed to the device."""
         self.segmented: SimulatedSegments | None = None
         self.segments: list[list[BlockHash]] = []
-        """Those that were offered whole."""
+        """The segments that were offered whole."""
         self.busy_s = 0.0
         self.num_late = 0
         self.num_steps = 0
@@ -532,7 +532,7 @@ class SimulatedTraffic:
         self._leave(fetch)
 
     def _parts(self, tier: str, first: int, lease: _SimulatedLease) -> list[Span]:
-        """Some of them may have to come from the tier's disk."""
+        """Some blocks may have to be loaded from the tier's disk."""
         end = first + lease.num_blocks
         middle = end if self.is_smooth else self._chance.choice([first, end, end, self._chance.randint(first, end)])
         known = cast(Lease, lease)
@@ -552,7 +552,7 @@ class SimulatedTraffic:
             del self._loads[number]
 
     def _bring(self, request: Request, fetch: TierMatch, load: Load) -> Iterator[None]:
-        """As a thread of the tiers does it; each `yield` is a place where the engine may come between."""
+        """The work of a tier's thread; at each `yield` the engine may run."""
         plan = load.plan
         yield
         is_whole = True
@@ -705,7 +705,7 @@ class TieredEngine(SimulatedEngine):
             assert self._num_idle_steps < 4, "requests wait for nothing"
 
     def run(self, max_steps: int = 3_000) -> None:
-        """Until nothing is left to do; all that is under way in the tiers happens before every step."""
+        """Run until nothing is left to do; all pending work of the tiers is done before every step."""
         for _ in range(max_steps):
             if not self.has_work:
                 self.check_idle()

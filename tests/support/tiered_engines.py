@@ -156,7 +156,7 @@ def _wait_until_free(host: HostTier) -> None:
 
 @dataclass
 class Tiers:
-    """What a kind of tiers needs, and how an engine is told of it."""
+    """The needs of a kind of tier, and the engine's settings for it."""
 
     kind: str
     settings: dict[str, Any]

@@ -46,7 +46,7 @@ def free_port(host: str = _LOOPBACK) -> int:
 
 @dataclass(frozen=True)
 class NodeTls:
-    """What servers with TLS show; clients and other nodes trust it. `binary` is a server that is built with TLS."""
+    """The certificate of servers with TLS; clients and other nodes trust it. `binary` is a server built with TLS."""
 
     binary: Path
     certificate: str
@@ -131,7 +131,7 @@ class ValkeyNode:
         return sock if context is None else context.wrap_socket(sock, server_hostname=self.ip)
 
     def call(self, *words: bytes, access: Access | None = None) -> Reply:
-        """Over a connection that is kept: whoever waits for something asks a hundred times a second."""
+        """Uses a lasting connection: callers that wait poll a hundred times a second."""
         deadline = time.monotonic() + _CALL_S
         if self._connection is None or self._connected_as != access:
             self._hang_up()
@@ -208,7 +208,7 @@ class ValkeyCluster:
         wait_until(lambda: all(self._is_well(node) for node in self.nodes))
 
     def move_slot(self, source: ValkeyNode, target: ValkeyNode, slot: int) -> None:
-        """As `valkey-cli --cluster reshard` does."""
+        """Move slots like `valkey-cli --cluster reshard`."""
         number = b"%d" % slot
         source_id, target_id = (self.call(node, b"CLUSTER", b"MYID") for node in (source, target))
         self.call(target, b"CLUSTER", b"SETSLOT", number, b"IMPORTING", source_id)
@@ -224,7 +224,7 @@ class ValkeyCluster:
         return f"cluster_known_nodes:{num_nodes}\r\n" in self.info(node)
 
     def _is_well(self, node: ValkeyNode) -> bool:
-        """It sees all slots served, and if it is a replica, follows its primary."""
+        """Whether it sees all slots served and, if it is a replica, follows its primary."""
         replication = self.call(node, b"INFO", b"replication")
         assert isinstance(replication, bytes)
         is_linked = b"role:master" in replication or b"master_link_status:up" in replication

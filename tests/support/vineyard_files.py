@@ -78,7 +78,7 @@ def store(cache: FileCache, tokens: Sequence[int], prefix: Sequence[int] = (), n
 
 
 def found(cache: FileCache, tokens: Sequence[int], nbytes: int = TENSOR_BYTES) -> int:
-    """How many leading tokens are there, all of their bytes right."""
+    """The number of leading tokens found, whose bytes are all right."""
     tensors = Tensors(len(tokens), nbytes)
     count = cache.query(list(tokens), tensors)
     tensors.expect(tokens[:count])

@@ -78,7 +78,7 @@ def store(cache: SharedCache, tokens: Sequence[int], prefix: Sequence[int] = ())
 
 
 def found(cache: SharedCache, tokens: Sequence[int]) -> int:
-    """How many leading tokens are there, all of their bytes right. Holds nothing afterwards."""
+    """The number of leading tokens found, whose bytes are all right. Holds nothing afterwards."""
     kv = empty(len(tokens))
     count = cache.query(tokens, kv)
     expect(tokens, kv[:count])

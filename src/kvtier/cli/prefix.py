@@ -93,7 +93,7 @@ def _row(one: Document) -> tuple[str, ...]:
 
 
 def _pinned(one: Document) -> str:
-    """What the cache keeps, which may be less than was pinned, or what another prefix has in common with this one."""
+    """What the cache keeps: possibly less than was pinned, or blocks in common with another prefix."""
     if one["is_pinned"]:
         return "yes"
     return f"{one['pinned_blocks']} blocks" if one.get("pinned_blocks") else "-"

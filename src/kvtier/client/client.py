@@ -264,7 +264,7 @@ class CacheClient:
         return self._server.document(wire.StatsRequest())
 
     def miss_curve(self) -> dict[str, object]:
-        """What share of the prompts so far a cache of any size would have hit with LRU eviction (`docs/protocol.md`).
+        """The share of prompts so far that a cache of each size would have hit with LRU eviction (`docs/protocol.md`).
 
         Raises `TierError` if the server does not know the question, or does not accept this client as an admin.
         """

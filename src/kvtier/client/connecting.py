@@ -89,7 +89,7 @@ def _namespace_of(fields: Namespace | NamespaceFields | None, layout: KvLayout |
 
 
 def _fields_text(fields: Namespace | NamespaceFields | None) -> str:
-    """What to tell a server about a namespace: nothing if only its digest is known, or if it would be too much."""
+    """A namespace's description for a server; empty if only its digest is known, or if it would be too long."""
     if not isinstance(fields, NamespaceFields):
         return ""
     text = fields.description()

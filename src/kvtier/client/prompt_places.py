@@ -1,6 +1,7 @@
 """Where blocks stand in their prompts, for a server that keeps them in a cluster by that. Thread-safe.
 
-A server is asked for parts of prompts: it knows the place of a part that it has seen the beginning of, or is told.
+Requests may be for parts of prompts. A server knows the place of a part whose beginning it has seen; otherwise the
+client sends it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvtier.wire import messages as wire
 
 
 class PromptPlaces:
-    """Of blocks that the caller has shown lately. It costs nothing for a server that does not want to know."""
+    """The places of blocks used recently. Costs nothing if the server does not want places."""
 
     def __init__(self) -> None:
         self._segments: Segments | None = None
@@ -34,7 +35,7 @@ class PromptPlaces:
     def telling(
         self, connection: ServerConnection, hashes: Sequence[BlockHash], *, is_stored: bool = False
     ) -> list[wire.PlaceRequest]:
-        """What to tell the server before it is asked for `hashes`, a part of a prompt, or told that it `is_stored`.
+        """The messages to send before a request for `hashes`, a part of a prompt, or before it is stored (`is_stored`).
 
         Not when it is asked for a beginning: so the server takes what it has not heard of. Of a part that is asked for,
         the block before it is told, too: the beginning of its prompt is used here, and is to live on in the cluster.

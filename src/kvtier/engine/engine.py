@@ -527,7 +527,7 @@ class Engine:
         return self._constraints.masks(requests, make, functools.partial(self._beside_masks, step))
 
     def _beside_masks(self, step: Step) -> None:
-        """What else is due, while threads make the masks of `step`: all of it but its sampling is with the device."""
+        """Do other pending work while threads make the masks of `step`, whose forward pass is on the device."""
         self._note_submitted(step)
         self._noted = step
         while self._under_way and self._under_way[0].is_read:

@@ -27,7 +27,7 @@ _NOT_FOR_TEMPLATES = {
     *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
 }
 _NEUTRAL_VALUES = {"add_generation_prompt": True, "continue_final_message": False}
-"""What is so anyway: clients that always say it may."""
+"""The defaults of these arguments, which clients may send."""
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 16
 _PROMPT_TOKENS = 8

@@ -62,7 +62,7 @@ def counted_anew(records: dict[int, BlockRecord]) -> dict[int, BlockRecord]:
 
 
 def _without_overlaps(kept: list[tuple[int, BlockRecord]], losses: Counter[str]) -> list[tuple[int, BlockRecord]]:
-    """Of two records for the same room, the newer is valid: the older one's wipe was lost."""
+    """Drop the older of two records with overlapping ranges: its wipe was lost."""
     chosen: list[tuple[int, BlockRecord]] = []
     end = 0
     for number, record in kept:

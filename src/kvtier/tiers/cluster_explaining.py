@@ -39,6 +39,6 @@ class AskedCluster:
         ]
 
     def presence(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> list[int]:
-        """Of a prompt from its first block on: LISTED_ flags (see `wire.messages`)."""
+        """LISTED_ flags (see `wire.messages`) of a prompt's blocks, from the first one on."""
         blocks = blocks_in(self._cluster, self._config, namespace, block_bytes=0)
         return [_FLAGS[is_there] for is_there in blocks.contains(hashes, self._config.timeout_s)]

@@ -120,7 +120,7 @@ def _with_other_namespaces(
 ) -> Explanation:
     """The same, unless the block that was never stored is cached in another namespace. `fields` are our own.
 
-    Of a namespace that is known to nobody, the one that it was most likely meant to be is named.
+    If no one knows the namespace, the nearest known one is named.
     """
     if explanation.reason is not MatchEnd.NEVER_STORED or not tokens:
         return explanation

@@ -83,7 +83,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
     def retention_sentences(self) -> list[str]:
-        """What was to be retained of the prompt, and what is, for people; empty if nothing was requested."""
+        """Sentences about the requested and the granted retention of the prompt; empty without a request."""
         return [] if self.retention is msgspec.UNSET else [outcome.sentence() for outcome in self.retention]
 
     def parting_sentences(self) -> list[str]:

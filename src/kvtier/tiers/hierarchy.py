@@ -190,7 +190,7 @@ class Hierarchy:
 
     @property
     def asked(self) -> Asked | None:
-        """What can be asked why a prompt missed, if a tier can be."""
+        """The object that explains misses, if a tier has one."""
         return next((guard.tier.asked for guard in self._guards if guard.tier.asked is not None), None)
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ class Tier(Protocol):
 
     @property
     def asked(self) -> Asked | None:
-        """What can be asked which other namespaces have a prompt, if the tier itself can; it may wait for others."""
+        """Finds a prompt in other namespaces, if the tier can; its calls may wait for other processes."""
         ...
 
     def learn(self, hashes: Sequence[BlockHash]) -> None:

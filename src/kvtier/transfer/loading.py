@@ -52,7 +52,7 @@ class Loading:
         self._num_bringing: Counter[str] = Counter()
         """Loads from each tier that the threads have taken on."""
         self._roomless: set[Load] = set()
-        """Those of them whose blocks the device still used when they were taken on."""
+        """The loads whose blocks the device still used when they began."""
         self._num_held_up: Counter[str] = Counter()
         """For each in-memory tier: how many of its latest loads in a row took far longer than expected."""
         self._threads = WorkerThreads(NUM_THREADS, "kvtier-load", let_pass, wake)

@@ -170,7 +170,7 @@ class Lookups:
         lookup.matching = self._threads.submit(self._match, lookup, num_tokens, first, asks, to_release)
 
     def begin_again(self, lookup: Lookup, num_tokens: int, first: int) -> None:
-        """What was or will be found is useless: look from another block on."""
+        """Discard what was found, or will be: look up from another block on."""
         self.release(lookup)
         _discard(lookup)
         self.begin(lookup, num_tokens, first)

@@ -59,7 +59,7 @@ class Pusher:
             guard.tier.announce(hashes)
 
     def withdraw(self, hashes: Sequence[BlockHash]) -> None:
-        """Of these announced blocks, no more will be pushed. Never waits."""
+        """No more of these announced blocks will be pushed. Never waits."""
         try:
             self._jobs.put_nowait(_Withdrawal(hashes))
         except queue.Full:

@@ -135,7 +135,7 @@ class ChunkRoom:
             return granted
 
     def account_for(self, *, written: int, unused: int) -> None:
-        """Of the reserved bytes, `written` are chunks now and `unused` are not. Never raises."""
+        """Account for reserved bytes: `written` became chunks, `unused` are given back. Never raises."""
         with self._lock:
             self._in_flight -= written + unused
             self._spare += unused

@@ -59,7 +59,7 @@ class SignalFreeThread:
         threading.Thread(target=self._make_calls, name=name, daemon=True).start()
 
     def do(self, work: Callable[[IsWanted], _Result]) -> _Result:
-        """What `work` returns or raises. Ctrl-C tells it that it is unwanted, and is raised when it is over."""
+        """Do `work`, and return or raise its result. Ctrl-C cancels it, and is raised once it has ended."""
         if threading.current_thread() is not threading.main_thread():
             return work(_always)
         call = _Call(work)

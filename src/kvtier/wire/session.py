@@ -44,7 +44,7 @@ RETENTION = ", retention"
 DECLINES = ", declines"
 """Part of the name of a client whose blocks the server need not store: it may keep others that are worth more."""
 _SEGMENTS = ", segments of "
-"""What follows in the name of a server, for such a client, if it wants places."""
+"""Follows in the name of a server, for such a client, if it wants places."""
 _MAX_SEGMENT_DIGITS = 5
 
 

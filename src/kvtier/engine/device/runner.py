@@ -301,7 +301,7 @@ class Runner:
             torch.cuda.current_stream(self._device).synchronize()
 
     def forget(self, request: Request) -> None:
-        """The request is over. The step that is being handed over may still sample for it, for nobody."""
+        """Forget a finished request. The step being handed over may still sample for it; the token is dropped."""
         row = self._sampling_rows.pop(request, None)
         if row is not None:
             self._sampler.close(row)

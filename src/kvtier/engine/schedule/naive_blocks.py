@@ -20,7 +20,7 @@ class NaiveBlocks:
         self.block_tokens = block_tokens
         self.namespace = namespace
         self._free_ids = deque(range(num_blocks))
-        """Those that have been free longest come first: a load into others would wait for steps that still use them."""
+        """The blocks free for longest come first: a load into others would wait for steps that still use them."""
         self._num_holds: Counter[int] = Counter()
         self._freed_while_held: set[int] = set()
 

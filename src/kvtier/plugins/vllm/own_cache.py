@@ -59,7 +59,7 @@ class OwnCache:
         return low * self._page_tokens
 
     def _num_in_groups(self, request: Request) -> int:
-        """What vLLM itself finds: with windows, a page may be cached although the one before it is not."""
+        """The tokens that vLLM itself finds: with windows, a page may be cached although the one before it is not."""
         if self._manager is None or not self._manager.enable_caching:
             return 0
         return int(self._manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[1])

@@ -2,7 +2,7 @@
 
 An announcement is a key beside the block's own, on the same node, with a short time to live. A thread renews it while
 the block is under way and deletes it afterwards; of a process that died it expires. Everything is best effort: an
-announcement that is lost or late costs a host some computing, and nobody waits longer than it wants to. Thread-safe.
+announcement that is lost or late costs a host some computing, and no host waits beyond its own deadline. Thread-safe.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ASK_AGAIN_S = 0.02
 _MAX_REMEMBERED = 1024
 
 IsUnderWay: TypeAlias = Callable[[int], bool]
-"""Of the block at a position of those that were announced together."""
+"""Whether the block at this position of an announcement is still under way."""
 
 
 class _Batch(NamedTuple):
@@ -65,10 +65,10 @@ class _Announcement:
 
 
 class Announcer:
-    """What one process announces. Its thread starts with the first announcement and ends with `close`."""
+    """The announcements of one process. Its thread starts with the first one and ends with `close`."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
-        """A block that is no longer under way after `delay_s` is not announced at all."""
+        """A block is announced only if it is still under way after `delay_s`."""
         self._delay_s = delay_s
         self._lock = threading.Lock()
         self._new: list[_Batch] = []
@@ -92,7 +92,7 @@ class Announcer:
         self._wakes.set()
 
     def end(self, blocks: ClusterBlocks, hashes: Sequence[BlockHash]) -> None:
-        """These were stored, or will not be: nobody need wait. Never waits."""
+        """The blocks were stored, or will not be: other hosts stop waiting. Never waits."""
         with self._lock:
             self._add_new()
             for block_hash in hashes:
@@ -172,7 +172,7 @@ class Announcer:
             blocks = each.batch.blocks
             spaces.setdefault(id(blocks), (blocks, []))[1].append(each.hash)
         for blocks, hashes in spaces.values():
-            # A block whose place nobody has told is not stored either: there is nothing to wait for.
+            # A block without a known place is not stored either, so no host should wait for it.
             placed = [block_hash for block_hash in hashes if blocks.places.get(block_hash) is not None]
             try:
                 if placed:
@@ -190,7 +190,7 @@ def _withdraw(blocks: ClusterBlocks, hashes: Sequence[BlockHash], timeout_s: flo
 
 
 class ComputedElsewhere:
-    """Which blocks other hosts are computing. Whoever waits asks often: the cluster is asked every 20 ms at most."""
+    """The blocks that other hosts are computing. Callers poll; the cluster is asked every 20 ms at most."""
 
     def __init__(self, announcer: Announcer, clock: Callable[[], float] = time.monotonic) -> None:
         self._announcer = announcer

@@ -86,7 +86,7 @@ class ClusterBlocks:
 
     @property
     def places(self) -> Segments:
-        """What is known of where blocks stand."""
+        """The known places of blocks."""
         return self._segments
 
     @property
@@ -94,7 +94,7 @@ class ClusterBlocks:
         return self._namespace
 
     def ask(self, hashes: Sequence[BlockHash], timeout_s: float) -> list[bool | None]:
-        """Which blocks are there; they live on from when they were asked for. None where nobody could say."""
+        """Which blocks are stored; their lifetime begins anew. None if the node did not answer."""
         return self._live_on(hashes, (), timeout_s)
 
     def touch(self, hashes: Sequence[BlockHash], timeout_s: float) -> list[bool | None]:
@@ -136,7 +136,7 @@ class ClusterBlocks:
         )
 
     def withdraw(self, hashes: Sequence[BlockHash], timeout_s: float) -> None:
-        """Nobody need wait for these."""
+        """Withdraw announcements: no host should wait for these blocks."""
         names, slots = self.keys_of(hashes)
         self._ask_each(slots, lambda position: command(b"UNLINK", names[position] + _COMPUTING), timeout_s)
 
@@ -151,7 +151,7 @@ class ClusterBlocks:
         return sum(map(bool, gone))
 
     def drop_all(self, timeout_s: float) -> int:
-        """Of this namespace. Raises what the last node that failed did, once all others have dropped theirs."""
+        """Drop all blocks of this namespace. If nodes fail, raises the last error, after the others have dropped theirs."""
         deadline = time.monotonic() + timeout_s
         num_gone = 0
         failure: TierError | ProtocolError | None = None
@@ -226,7 +226,7 @@ class ClusterBlocks:
     ) -> list[bool]:
         """Which blocks were written. Raises `TierFull` if none was, for want of room.
 
-        With `checksums` from when they were committed, what was altered since is a miss to whoever reads it.
+        With the `checksums` of their commit, a block that was altered since is a miss for its readers.
         """
         names, slots = self.keys_of(hashes)
         expiries = self._expiries_ms(hashes)

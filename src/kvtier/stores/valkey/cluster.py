@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 _MAX_REDIRECTIONS = 4
 _MAX_NODES = 2048
 _FEW_NODES = 3
-"""Of fewer, each is spoken to over several connections at once."""
+"""With fewer nodes, each is used over several connections at once."""
 _MAX_THREADS = 16
 _KEEPER_S = 0.5
 _REFRESH_S = 30.0
 _PROBE_S = 1.0
 _MAX_ANSWERS = 8
-"""Of nodes that do not name an owner of each slot: after so many nobody else is asked."""
+"""After this many answers without an owner for each slot, no more nodes are asked."""
 _SLOTS = command(b"CLUSTER", b"SLOTS")
 _ASKING = command(b"ASKING")
 
@@ -47,7 +47,7 @@ class Redirection:
 
 @dataclass(slots=True)
 class Share:
-    """What one node is asked for over one connection: positions of a request, and where the node sent some of them.
+    """The part of a request for one node over one connection: positions, and the nodes that some were redirected to.
 
     Before each of its commands comes ASKING if `is_asking`: the node is about to take the slot over.
     """
@@ -103,7 +103,7 @@ class Cluster:
         self._is_stale = True
         self.num_refreshes = 0
         self.num_busy = 0
-        """Connections that are in use for somebody's blocks."""
+        """Connections in use for blocks."""
         self._keeper = threading.Thread(target=self._run_keeper, name="kvtier-cluster-keeper", daemon=True)
         self._is_ready = threading.Event()
         self._keeper.start()
@@ -249,7 +249,7 @@ class Cluster:
     def _refresh(self) -> bool:
         """Ask nodes who has the slots, until one names a node for each; else the one that names most is believed.
 
-        One that was restarted without its file knows of none. False if nobody could say.
+        One that was restarted without its file knows of none. False if no node answered.
         """
         known = [address for address, shard in list(self._shards.items()) if not shard.is_down]
         best: list[NodeAddress | None] = []

@@ -121,7 +121,7 @@ class NodeConnection:
         return self._reader.read(into, longest=longest)
 
     def has_ended(self) -> bool:
-        """The node left, or said what nobody asked for."""
+        """Whether the node has closed the connection, or sent an unexpected reply."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         return self._reader.has_more or bool(poll.poll(0))
@@ -171,7 +171,7 @@ class NodeConnection:
 
 
 def is_loopback(host: str) -> bool:
-    """Nobody but this host is reached."""
+    """Whether `host` is an address of loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -23,7 +23,7 @@ _RENEWED_AT_ONCE = 4096
 
 
 class Renewals:
-    """Of one process. The thread starts with the first, and ends with `close`."""
+    """The renewals of one process. Its thread starts with the first renewal, and ends with `close`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

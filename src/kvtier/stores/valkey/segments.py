@@ -1,7 +1,7 @@
 """Where a block stands in its prompt, for blocks that were seen lately: the place decides the shard. Thread-safe.
 
 Blocks of a segment lie on one shard, under the hash of the segment's first block. A block's hash does not tell which
-segment it is in, so whoever looks up or stores a part of a prompt must have shown its beginning before.
+segment it is in, so a caller must show the beginning of a prompt before it looks up or stores a part of it.
 
 Where a prompt was first seen from its middle on, that is taken for its beginning, until more of it is seen: of two
 places of a block, the one further into the prompt is right.
@@ -25,7 +25,7 @@ _MAX_BLOCKS = 1 << 17
 
 
 class Place(NamedTuple):
-    """Of a block: its segment's first block, its number in the prompt, and when that was asked for (ms since 1970).
+    """A block's place: its segment's first block, its number in the prompt, and its last use (ms since 1970).
 
     `before` is the block before it, if that was seen.
     """
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 class Segments:
-    """Of `segment_blocks` blocks each."""
+    """The segments of prompts, with `segment_blocks` blocks each."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Segments:
             self.complete(hashes)
 
     def place(self, block_hash: BlockHash, head: BlockHash, position: int, before: BlockHash | None = None) -> None:
-        """Somebody who has the prompt says where a block of it stands, and maybe which one is before it."""
+        """Record a block's place as a client sent it, and possibly the block before."""
         with self._lock:
             place = self._places.pop(block_hash, None)  # it is the latest of all from now on
             known = self._places.get(before) if place is None and before is not None else place
@@ -132,7 +132,7 @@ class Segments:
             self._forget_oldest()
 
     def get(self, block_hash: BlockHash) -> Place | None:
-        """None if nobody has shown it."""
+        """The place of a block; None if unknown."""
         return self._places.get(block_hash)
 
     def forget_older_half(self) -> None:

@@ -1,7 +1,7 @@
 """The connections to one node of a cluster, and whether it is there. Thread-safe.
 
-A node that does not answer costs whoever asks it one deadline; from then on it is down, and asking it costs nothing
-until the cluster's keeper has found it well again.
+A node that does not answer costs its caller one deadline; from then on it is down, and calls fail at once until the
+cluster's keeper finds that it answers again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Shard:
         """A connection for the caller alone. A failure of it, and of nothing else, is the end of it.
 
         Raises `TierUnavailable` at once while the node is down, and `TierTimeout` at once after the deadline, for which
-        the node is not to blame: whoever asked had waited for others.
+        the node is not to blame: the caller had waited for other nodes.
         """
         if not self.is_down and time.monotonic() >= deadline:
             raise TierTimeout(f"no time was left to ask the cluster's node {self.address}")

@@ -40,7 +40,7 @@ def read_redirection(sentence: str, asked: NodeAddress) -> tuple[int, NodeAddres
         host, _, port = words[2].rpartition(":")
         if port.isdecimal():
             return int(words[1]), _node(host.encode(), int(port), asked)
-    raise RemoteProtocolError("the cluster moved a slot to nobody knows where")
+    raise RemoteProtocolError("the cluster moved a slot to an unknown node")
 
 
 def _node(host: Reply, port: int, asked: NodeAddress) -> NodeAddress:

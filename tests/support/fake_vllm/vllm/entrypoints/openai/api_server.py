@@ -206,7 +206,7 @@ async def main() -> None:
         sys.exit(3)
     server = Server(os.path.basename(given.uds).removesuffix(".sock"), given.served_model_name)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(given.uds)  # not over a file that is there: as vLLM does it
+    listener.bind(given.uds)  # never over an existing file, like vLLM
     listening = await asyncio.start_unix_server(server.serve, sock=listener, limit=1 << 28)
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
