@@ -151,7 +151,7 @@ class ClusterBlocks:
         return sum(map(bool, gone))
 
     def drop_all(self, timeout_s: float) -> int:
-        """Drop all blocks of this namespace. If nodes fail, raises the last error, after the others have dropped theirs."""
+        """Drop all blocks of this namespace. If nodes fail, raises the last error after all have been asked."""
         deadline = time.monotonic() + timeout_s
         num_gone = 0
         failure: TierError | ProtocolError | None = None
