@@ -141,7 +141,7 @@ class DeploymentProcess:
             )
 
     def wait_until_ready(self, *, after: float = 0.0, timeout_s: float = _READY_S) -> None:
-        """Wait until every engine was ready after `after` (seconds of the epoch) and the supervisor knows it: a part that
+        """Wait until each engine was ready after `after` (seconds of the epoch) and the supervisor knows it: a part that
         dies earlier counts as one that cannot start.
 
         Raises `RuntimeError` when it ends meanwhile, and `TimeoutError`, both with the end of its log.
