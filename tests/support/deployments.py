@@ -141,8 +141,9 @@ class DeploymentProcess:
             )
 
     def wait_until_ready(self, *, after: float = 0.0, timeout_s: float = _READY_S) -> None:
-        """Wait until each engine was ready after `after` (seconds of the epoch) and the supervisor knows it: a part that
-        dies earlier counts as one that cannot start.
+        """Wait until each engine was ready after `after` (seconds of the epoch) and the supervisor knows it.
+
+        A part that dies before that counts as one that cannot start.
 
         Raises `RuntimeError` when it ends meanwhile, and `TimeoutError`, both with the end of its log.
         """
