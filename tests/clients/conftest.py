@@ -27,13 +27,13 @@ def programs() -> Path:
 
 @pytest.fixture(scope="session")
 def sanitized_programs() -> Path:
-    """As `programs`, with address and undefined-behaviour sanitizers: a report ends a program with status 1."""
+    """Like `programs`, with address and undefined-behaviour sanitizers: a report ends a program with status 1."""
     return _built("sanitized") / "sanitized"
 
 
 @pytest.fixture(scope="session")
 def plain_programs() -> Path:
-    """As on processors for which nothing is written by hand."""
+    """Like processors without hand-written code."""
     return _built("plain") / "plain"
 
 

@@ -206,7 +206,7 @@ def test_arguments_that_cannot_be_meant_are_told(sanitized_programs: Path) -> No
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_users_server_is_refused(sanitized_programs: Path) -> None:
-    """The socket is open to all, as no server of ours makes it, and served by nobody."""
+    """The socket is open to all, unlike those of our servers, and never answers."""
     code = (
         "import os, socket, sys; sock = socket.socket(socket.AF_UNIX); os.setuid(65534)\n"
         "sock.bind(sys.argv[1]); os.chmod(sys.argv[1], 0o777); sock.listen()\n"

@@ -1,4 +1,4 @@
-"""The C library as a program of somebody else's finds it: installed, with pkg-config."""
+"""The C library as another program finds it: installed, with pkg-config."""
 
 from __future__ import annotations
 

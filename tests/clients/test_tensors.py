@@ -23,7 +23,7 @@ _NAME = "a tree é"
 
 
 def _expected(tokens: Sequence[int], position: int, layer: int, is_value: bool) -> np.ndarray:
-    """As `tensor_lines.cc` fills tensors."""
+    """Fills tensors like `tensor_lines.cc`."""
     start = 31 * sum(tokens[: position + 1]) + 7 * layer + 3 * is_value
     return ((start + np.arange(_TENSOR_BYTES)) & 255).astype(np.uint8)
 

@@ -110,7 +110,7 @@ def test_mutated_frames_are_judged_as_python_judges_them(lines: CProgram, tmp_pa
 
 
 def _verdict_on(frame: bytes) -> str:
-    """What Python does with a frame: h header refused, s too short, b body refused, o taken."""
+    """Python's verdict on a frame: h header refused, s too short, b body refused, o accepted."""
     reader = FrameReader(wire.decode, lambda number, message, nbytes: [memoryview(bytearray(nbytes))], _LIMITS)
     if len(frame) < HEADER_BYTES:
         return "s"

@@ -33,7 +33,7 @@ def _arena_bytes() -> int:
 
 
 def _capture(numbers: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """As engines do: in the strictest mode, which forbids other threads what is unsafe."""
+    """Capture like engines, in the strictest mode, which forbids unsafe calls to other threads."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="global"):
         total = numbers

@@ -58,7 +58,7 @@ def _generate(engine: Engine, prompts: list[list[int]], params: SamplingParams =
 
 
 def _first_tokens(engine: Engine, prompts: list[list[int]], logprobs: int = 1) -> list[dict[int, float]]:
-    """What each answer may begin with, by its log-probability."""
+    """The likeliest first tokens of each answer, with their log-probabilities."""
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=logprobs)
     requests = [engine.add(f"f{number}", prompt, params)[0] for number, prompt in enumerate(prompts)]
     while engine.has_requests:

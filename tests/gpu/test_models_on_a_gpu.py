@@ -1,4 +1,4 @@
-"""What only a GPU can show: captured graphs, 8-bit products in hardware, dummy weights made in place."""
+"""Only on a GPU: captured graphs, 8-bit products in hardware, dummy weights made in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiers below a GPU: the same tokens from every one of them, whoever else computes meanwhile."""
+"""The tiers below a GPU: the same tokens from every one of them, whatever else is computed meanwhile."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CONFIG = {
 TIERS = ("host", "server", "tcp", "disk", "host and server")
 MANAGERS = ("naive", "disable_prefix_caching", "prefix_caching", "yoco")
 _ALL_BUT_ONE = 1999
-"""Of a prompt of 2,000 tokens that is all there, the last is computed."""
+"""Of a fully cached prompt of 2,000 tokens, only the last one is computed."""
 _GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
@@ -175,7 +175,7 @@ def test_tokens_are_those_of_a_cold_run(tmp_path: Path, tier: str, manager: str)
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("tier", ["host", "server", "tcp"])
 def test_loads_beside_decodes_and_aborts(tmp_path: Path, tier: str, has_graphs: bool) -> None:
-    """Requests that decode go on while others load, some of which are aborted on the way; nobody's tokens change."""
+    """Decoding requests continue while others load or are aborted; no request's tokens change."""
     long_prompts = [prompts_of(seed)[0] for seed in range(8)]
     with tier_settings(tier, tmp_path) as settings:
         engine = make_engine(

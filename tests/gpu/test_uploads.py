@@ -72,7 +72,7 @@ def test_many_uploads_under_way_keep_their_numbers() -> None:
 
 
 def test_steps_that_are_handed_over_ahead_keep_their_inputs_apart() -> None:
-    """As graphs would read them: the buffers are filled many times before the device gets to the first."""
+    """Like graphs: the buffers are filled many times before the device reads the first."""
     dice = np.random.default_rng(0)
     last_tokens = torch.zeros(64, dtype=torch.int64, device=DEVICE)
     buffers = DecodeBuffers(max_rows=16, max_blocks=700, block_tokens=16, last_tokens=last_tokens, kv_heads=4)

@@ -1,4 +1,4 @@
-"""Chunk folders that somebody has damaged: never a wrong byte, nothing raised, and what is missing is stored again."""
+"""Damaged chunk folders: never a wrong byte, no error is raised, and missing chunks are stored again."""
 
 from __future__ import annotations
 

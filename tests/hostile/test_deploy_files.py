@@ -1,4 +1,4 @@
-"""Deployment files that somebody else wrote: a plan, or sentences, at once and never anything else."""
+"""Deployment files of any content give a plan or errors in sentences, at once and never anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of a disk store that somebody has damaged, or crafted: never a wrong byte, and it opens and goes on."""
+"""Damaged or crafted folders of a disk store: never a wrong byte, and the store opens and works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model folders that somebody else made: what they say is read, or refused in a sentence, and never anything else."""
+"""Model folders of any content are read, or refused in one sentence, and never anything else."""
 
 from __future__ import annotations
 

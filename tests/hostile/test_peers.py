@@ -51,7 +51,7 @@ def num_descriptors(server: ServerProcess) -> int:
 
 
 def connected(address: str) -> socket.socket:
-    """As soon as the server has a place in its queue."""
+    """Connect as soon as the server has room in its queue."""
     found: list[socket.socket] = []
 
     def has_connected() -> bool:

@@ -37,7 +37,7 @@ _TOOL = {"name": "add", "description": "Adds two numbers."}
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What the server counted."""
+    """The server's counts of one turn."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -72,7 +72,7 @@ def _thought(number: int) -> str:
 
 
 def _items(number: int, name: str) -> list[Any]:
-    """What the model is made to have thought and called, and the result."""
+    """The model's scripted thought and calls, and the result."""
     arguments = f'{{"b": {number}, "a": {number + 1}}}'
     call_id = f"call_{name}_{number}"
     return [
@@ -134,7 +134,7 @@ def test_messages_find_the_turn_before(deployment: DeploymentProcess) -> None:
 
 
 def _marked(message: Any, mark: Any) -> Any:
-    """As agents do: the last message is marked, and no longer when another follows."""
+    """Mark like agents: only the last message is marked."""
     content = message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     return {**message, "content": [*blocks[:-1], {**blocks[-1], **mark}]}

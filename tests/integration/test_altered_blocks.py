@@ -1,4 +1,4 @@
-"""A process of this host writes into a committed block, by mistake: nobody gets it over TCP, and it is not stored.
+"""A process of this host writes into a committed block by mistake: the block is not sent over TCP and not stored.
 
 The arena is shared with every process of the same user, and the kernel has no way to lend a part of it. So a block gets
 a checksum right after its commit, and what leaves this host's memory is compared with it.

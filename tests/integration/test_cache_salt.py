@@ -1,4 +1,4 @@
-"""A request with a salt of its own shares blocks with those of the same salt only, in every tier, and tells nobody."""
+"""Requests share blocks only with requests of the same salt, in every tier, and salts are not revealed."""
 
 from __future__ import annotations
 

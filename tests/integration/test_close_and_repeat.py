@@ -1,4 +1,4 @@
-"""What once gave wrong bytes: closing a client under a copy, hashes that repeat, storing a block twice."""
+"""Cases that once gave wrong bytes: closing a client during a copy, repeated hashes, storing a block twice."""
 
 from __future__ import annotations
 

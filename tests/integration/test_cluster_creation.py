@@ -1,4 +1,4 @@
-"""`kvtier cluster create` over real servers: what it makes of new ones, and what it says of others."""
+"""`kvtier cluster create` over real servers: the cluster of new ones, and the errors for others."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Machine:
     environment: dict[str, str]
 
     def run(self, commands: str) -> str:
-        """What they say. What they leave running keeps no pipe of ours. Raises `AssertionError` if one fails."""
+        """The commands' output. Programs left running keep no pipe of ours. Raises `AssertionError` if one fails."""
         said = self.folder / "said"
         with said.open("wb") as out, self.host.entered():
             done = subprocess.run(
@@ -131,7 +131,7 @@ def test_the_commands_make_three_hosts_that_share_blocks(machines: list[Machine]
 
 
 def _run(machine: Machine, text: str) -> str:
-    """What the commands say. Blocks of a prompt are written in the background, and are in the cluster then."""
+    """The commands' output. Blocks of a prompt are written in the background; afterwards they are in the cluster."""
     said = machine.run(text)
     if "/v1/completions" in text:
         answer = json.loads(said)
@@ -157,7 +157,7 @@ def _here(text: str) -> str:
 
 
 def _copy_secrets(machines: list[Machine]) -> None:
-    """As the document asks."""
+    """Ask as the document does."""
     for machine in machines[1:]:
         shutil.copytree(machines[0].folder / "secrets", machine.folder / "secrets")
 

@@ -1,4 +1,4 @@
-"""What hosts use from their own memory is not the first thing that a cluster loses: its times to live are renewed."""
+"""A cluster does not lose the blocks that hosts use from their own memory first: their times to live are renewed."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_beginning_in_host_memory_is_renewed_with_what_follows_it(cluster: Val
 
 
 def store(client: CacheClient, hashes: list[BlockHash]) -> None:
-    """As an engine does: it asks first, and computes what is missing."""
+    """Behave like an engine: match first, and compute the missing blocks."""
     with client.match(hashes) as lease:
         num_found = lease.wait()
     client.set(hashes[num_found:], payloads(hashes[num_found:]))

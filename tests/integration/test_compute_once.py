@@ -1,4 +1,4 @@
-"""What one host is computing, others wait for: announced in a real cluster, until it is stored, given up, or dead."""
+"""Hosts wait for blocks that another host computes: announced in a cluster, until stored, given up, or dead."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config_of(cluster: ValkeyCluster, *, compute_once: bool = True) -> ClusterCo
 
 @contextlib.contextmanager
 def engine_tier(cluster: ValkeyCluster, *, compute_once: bool = True) -> Iterator[ClusterTier]:
-    """What an engine right above the cluster has."""
+    """The tier of an engine directly above the cluster."""
     config = config_of(cluster, compute_once=compute_once)
     with contextlib.closing(open_cluster_tier(config, LAYOUT, NAMESPACE, TierMetrics())) as tier:
         assert tier.wait_until_known(CALL_S)
@@ -62,7 +62,7 @@ def ended(host: CacheClient | ClusterTier, hashes: list[BlockHash]) -> tuple[int
 
 
 def announce(engine: ClusterTier, hashes: list[BlockHash]) -> None:
-    """As an engine does that begins to compute a prompt."""
+    """Behave like an engine that begins to compute a prompt."""
     engine.learn(hashes)
     engine.announce(hashes)
 

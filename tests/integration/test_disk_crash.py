@@ -71,7 +71,7 @@ def _kill_again_and_again(folder: Path, num_kills: int, seed: int) -> None:
 
 
 class _History:
-    """What was written, in order, and what a returned flush covered. Shared by the writers."""
+    """The written blocks in order, and those that a returned flush covered. Shared by the writers."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -368,7 +368,7 @@ def test_a_torn_record_is_counted_and_its_neighbours_stay(tmp_path: Path, torn_b
 
 
 def test_a_record_that_reached_the_disk_before_its_payload_is_a_counted_loss(tmp_path: Path) -> None:
-    """As after a power cut without fsync: some of the payload's sectors are those of before."""
+    """Like a power cut without fsync: some of the payload's sectors are old."""
     with opened(tmp_path) as store:
         space = space_of(store, _BLOCK_BYTES)
         write(store, space, range(20))

@@ -1,4 +1,4 @@
-"""What cannot be served is refused with one sentence, and everything else goes on."""
+"""Requests that cannot be served are refused with one sentence, and all others continue."""
 
 from __future__ import annotations
 

@@ -567,7 +567,7 @@ def test_closing_while_threads_submit_leaves_no_stream_without_an_end(engine: En
 
 
 class FailingRunner:
-    """Runs so many steps, and then fails each."""
+    """Runs this many steps, and fails every later one."""
 
     def __init__(self, engine: Engine, num_steps: int) -> None:
         self._runner = engine.runner

@@ -48,7 +48,7 @@ class Failure(ABC):
     """One that happens to a cluster of its own, and is mended."""
 
     def flags(self, folder: Path) -> tuple[str, ...]:
-        """More of what a cache server is told."""
+        """More settings of a cache server."""
         return ()
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What an engine says of itself: what it is, and what it has done."""
+"""An engine's description of itself, and its counters."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_how_the_makers_want_it_sampled_is_told_as_far_as_it_can_be_used(
 def test_garbage_is_collected_while_the_device_computes(
     folder: Path, is_done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not when the tokens are there and somebody waits for them."""
+    """But not while a caller waits for tokens that have arrived."""
     events: list[str] = []
     wait = Submitted.wait
 

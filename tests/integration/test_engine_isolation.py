@@ -1,4 +1,4 @@
-"""What goes wrong with one request ends that request alone; all others are answered as if it had not been there."""
+"""A failure of one request ends that request alone; all others are answered as if it had not been sent."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _has_poison_at(num_outputs: int) -> Callable[[Step], bool]:
 
 
 def _answers(client: EngineClient) -> tuple[list[list[int]], str | None]:
-    """Of the good prompts, with a bad one among them; and how the bad one ended."""
+    """The answers to the good prompts, with a bad one among them, and the end of the bad one."""
     streams = [client.submit(prompt, one) for prompt, one in zip(_PROMPTS[:3], _PARAMS[:3], strict=True)]
     bad = client.submit(_BAD, _GREEDY)
     streams += [client.submit(prompt, one) for prompt, one in zip(_PROMPTS[3:], _PARAMS[3:], strict=True)]

@@ -1,4 +1,4 @@
-"""What must not be shared is not: other weights, types, rope, salt. And whoever asks why hears which field differs."""
+"""Other weights, types, rope or salt share nothing, and an explanation names the field that differs."""
 
 from __future__ import annotations
 

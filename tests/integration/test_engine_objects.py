@@ -78,7 +78,7 @@ def written(llm: LLM) -> ObjectTier:
 
 
 def forget(llm: LLM) -> None:
-    """Of what is in host memory all, as others' blocks would drive it out."""
+    """Evict everything from host memory, as others' blocks would."""
     traffic = llm.engine.transfer.traffic
     assert traffic is not None
     assert traffic.hierarchy.host is not None

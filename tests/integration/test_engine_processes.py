@@ -199,7 +199,7 @@ def _computing(model: Path, children: Nursery, server: ServerProcess) -> Iterato
 
 
 def test_what_one_engine_is_computing_is_waited_for_by_another_process(model: Path, children: Nursery) -> None:
-    """As long as it makes progress: the second computes next to nothing."""
+    """It waits while the other makes progress, and computes next to nothing itself."""
     with cache_server() as server, _computing(model, children, server) as (child, llm):
         [output] = llm.generate(tokens(1, LONG_TOKENS), SHORT, progress=False)
         computed = child.hear()

@@ -1,4 +1,4 @@
-"""What requests ask of sampling, through the engine: ends, log-probabilities, several answers, seeds."""
+"""Sampling through the engine: ends, log-probabilities, several answers, seeds."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ def test_an_engine_starts_beside_a_hung_server(model: Path, expected: list[Reque
 def test_a_server_that_comes_back_empty_gets_the_blocks_again(
     model: Path, expected: list[RequestOutput], transport: str
 ) -> None:
-    """Nobody asks between its end and its return: an old lease, arena or space must not be used for the new one."""
+    """No request comes while it is away: an old lease, arena or space must not be used for the new one."""
     with _served(model, transport) as (server, llm):
         _warm(llm, expected)
         server.kill()

@@ -283,7 +283,7 @@ def test_streams_that_come_and_go_leave_nothing_behind(model: Path, expected: li
 def test_an_interrupted_call_leaves_an_engine_that_can_be_used(
     model: Path, expected: list[RequestOutput], kind: str
 ) -> None:
-    """As an interrupt between any two lines of a step would: the tiers have nothing of what was never computed."""
+    """Like an interrupt between any two lines of a step: the tiers have no block that was never computed."""
     asked = questions()
     with tiers(kind) as below:
         with open_engine(model, max_num_batched_tokens=64, **below.settings) as llm:

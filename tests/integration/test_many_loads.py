@@ -23,7 +23,7 @@ NUM_PROMPTS = 100
 PROMPT_TOKENS = 200
 LOAD_S = 0.02
 COMPUTE_S = 1.0
-"""A prompt, alone: fifty times what its load takes, and half of what all loads do."""
+"""The time to compute one prompt: fifty times its load, and half of all loads together."""
 
 
 def test_prompts_that_wait_for_each_others_loads_are_not_computed(

@@ -1,4 +1,4 @@
-"""Where prompts part, through a real deployment: in usage, by `kvtier explain`, and for nobody but the tenant."""
+"""Where prompts part, through a real deployment: in usage, by `kvtier explain`, and only for the tenant itself."""
 
 from __future__ import annotations
 

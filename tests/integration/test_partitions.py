@@ -49,7 +49,7 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.slow  # each starts a cluster
 
 DEADLINE_S = 1.0
-"""Of a host that is cut off: what is lost costs it no more than that."""
+"""The deadline on a host that is cut off: a lost message costs no more than this."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Site:
         return {"cluster": config, "max_num_batched_tokens": 40, **more}
 
     def num_calls(self, name: str) -> int:
-        """Of a command, by all nodes."""
+        """The number of calls of a command, over all nodes."""
         texts = [self.cluster.call(node, b"INFO", b"commandstats") for node in self.cluster.primaries]
         return sum(int(count) for text in texts for count in re.findall(rf"cmdstat_{name}:calls=(\d+)", _text(text)))
 
@@ -86,7 +86,7 @@ def _text(reply: object) -> str:
 
 @dataclass(frozen=True)
 class Cut:
-    """What happens to the host with this number."""
+    """How the host with this number is cut off, and how that is undone."""
 
     cut: Callable[[Site], None]
     heal: Callable[[Site], None]
@@ -137,7 +137,7 @@ def site() -> Iterator[Site]:
 
 @dataclass(frozen=True)
 class EngineOn:
-    """An engine that is asked on its host, so that its threads are there, whoever starts them."""
+    """An engine that runs its calls on its host, so that its threads are there, whichever starts them."""
 
     host: Host
     llm: LLM
@@ -147,7 +147,7 @@ class EngineOn:
             return ask(self.llm, asked)
 
     def compute(self, asked: Sequence[Question]) -> list[RequestOutput]:
-        """As `ask`, and wait until all of it is stored that can be."""
+        """Like `ask`, and wait until everything possible is stored."""
         outputs = self.ask(asked)
         settled(self.llm)
         return outputs

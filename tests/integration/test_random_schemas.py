@@ -168,7 +168,7 @@ def refusal(llm: LLM, schema: dict[str, Any]) -> str:
 @pytest.mark.scaled
 @pytest.mark.parametrize("part", range(_NUM_PARTS))
 def test_a_schema_of_any_keywords_is_followed_or_refused(llm: LLM, part: int) -> None:
-    """As JSON Schema itself describes schemas: what the library cannot do is said in one sentence, never half done."""
+    """Any valid schema: one that the library cannot follow is refused in one sentence, never followed in part."""
     schemas = random_schemas(examples(_DRAWN_PER_PART), drawn_schemas(), part)
     accepted = []
     for schema in schemas:

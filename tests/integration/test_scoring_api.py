@@ -1,4 +1,4 @@
-"""What evaluation harnesses and editors ask over HTTP, of an engine with a model: scored prompts, tokens, infills."""
+"""Requests of evaluation harnesses and editors over HTTP, to an engine with a model: scored prompts, infills."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class served:
 
 
 def harness_body(prompts: Sequence[Sequence[int]], **fields: object) -> dict[str, object]:
-    """What lm-eval's local-completions asks to score prompts of token ids."""
+    """The request of lm-eval's local-completions to score prompts of token ids."""
     return {"prompt": list(map(list, prompts)), "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234} | {
         "echo": True,
         **fields,
@@ -111,7 +111,7 @@ def harness_body(prompts: Sequence[Sequence[int]], **fields: object) -> dict[str
 
 
 def harness_reading(document: Any, context_lengths: Sequence[int], num_answered: int) -> list[tuple[float, bool]]:
-    """As it reads the answer: what follows the context, without the tokens that were generated."""
+    """Reads the answer like lm-eval: the tokens behind the context, without generated ones."""
     found = []
     choices = sorted(document["choices"], key=itemgetter("index"))
     for choice, length in zip(choices, context_lengths, strict=True):

@@ -1,4 +1,4 @@
-"""What goes wrong is said in one sentence, changes nothing, and the server goes on."""
+"""Errors are reported in one sentence, change nothing, and the server continues."""
 
 from __future__ import annotations
 

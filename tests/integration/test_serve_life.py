@@ -246,7 +246,7 @@ def _num_requests(deployment: DeploymentProcess) -> int:
 
 
 def _status_of_a_new_request(deployment: DeploymentProcess) -> int | None:
-    """None when nobody listens any more."""
+    """None if nothing listens any more."""
     try:
         with client_of(deployment) as client:
             return client.post("/v1/completions", json=body_of("Hello", 4)).status_code

@@ -1,4 +1,4 @@
-"""What clients of a deployment see: two engines of one model and another model, over one cache server, for tenants."""
+"""A deployment as clients see it: two engines of one model and another model, over one cache server, for tenants."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ remote_kv_cache:
 
 entrypoints: ["ollama_compatible", "openai_compatible"]   # 启动 ollama 和 openai server
 """
-"""As it stands there, but for its sizes, its folder, and fp8, which a CPU does not have."""
+"""The file as it is, except for its sizes, its folder, and fp8, which a CPU does not have."""
 
 _MESSAGES = [{"role": "user", "content": "What is a cache?"}]
 

@@ -156,7 +156,7 @@ def test_a_hung_cluster_costs_a_moment_and_then_nothing_and_is_used_again(cluste
 
 
 def store(client: CacheClient, hashes: list[BlockHash]) -> None:
-    """As an engine does: it asks first, and computes what is missing."""
+    """Behave like an engine: match first, and compute the missing blocks."""
     with client.match(hashes) as lease:
         num_found = lease.wait()
     client.set(hashes[num_found:], payloads(hashes[num_found:]))

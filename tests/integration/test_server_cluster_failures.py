@@ -120,7 +120,7 @@ def test_a_lying_node_costs_hits_and_nothing_else(cluster: ValkeyCluster, liar: 
 
 
 def restored(other: ClusterTier, client: CacheClient, hashes: list[BlockHash]) -> bool:
-    """What was damaged on its way counts as damaged, and is deleted: it is stored again."""
+    """A block damaged on its way counts as damaged, is deleted, and is stored again."""
     other.offer(hashes, payloads(hashes))
     return got(client, hashes) == payloads(hashes)
 
@@ -132,7 +132,7 @@ def restored(other: ClusterTier, client: CacheClient, hashes: list[BlockHash]) -
 def test_a_wrong_password_costs_hits_and_a_sentence_and_is_mended_in_the_cluster(
     tmp_path: Path, was_right: bool
 ) -> None:
-    """From the start, or because somebody has changed it."""
+    """The password is wrong from the start, or after a change."""
     hashes, own = chain(1, NUM_BLOCKS), chain(2, 8)
     password = tmp_path / "password"
     password.write_text("right\n")
@@ -178,7 +178,7 @@ def losses(client: CacheClient) -> dict[str, int]:
 
 
 def shared(one: CacheClient, other: CacheClient, hashes: list[BlockHash]) -> bool:
-    """What one stores is a hit on the other."""
+    """A block stored by one server is a hit on the other."""
     store(one, hashes)
     got(one, hashes)  # used again: what could not be written before is tried again
     return got(other, hashes) == payloads(hashes)

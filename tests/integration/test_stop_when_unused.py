@@ -1,4 +1,4 @@
-"""`kvtier cache-server --stop-when-unused`: it ends by itself, in good order, once nobody is connected any more."""
+"""`kvtier cache-server --stop-when-unused`: the server stops in good order once no client is connected any more."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_nobody_learns_what_others_have_lost(tmp_path: Path) -> None:
 
 
 def test_a_name_that_another_tenant_sees_opens_nothing(tmp_path: Path) -> None:
-    """What the server calls a tenant's namespace is shown to the owner, and is of no use to anyone else."""
+    """The owner sees the server's names of tenants' namespaces, which are of no use to others."""
     with serving(tmp_path, TWO) as server, tenant(server, "alice") as alice:
         alice.set(HASHES, payloads(HASHES))
         with open_client(server.unix) as owner:

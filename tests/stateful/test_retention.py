@@ -40,7 +40,7 @@ class Retentions(RuleBasedStateMachine):
         self.indexes = {name: PrefixIndex(1, Share(name, QUOTA)) for name in ("alice", "bob")}
         self.leases: list[list[Block]] = []
         self.granted: dict[tuple[str, BlockHash, str], tuple[float, int]] = {}
-        """What was granted to an account and is there: until when, with which priority."""
+        """The retentions granted to an account: until when, with which priority."""
 
     def order(self) -> EvictionPolicy[Block]:
         return LruPolicy()

@@ -1,4 +1,4 @@
-"""Whatever the weights say: answers over HTTP are valid JSON of schemas that nobody wrote by hand."""
+"""With any weights, answers over HTTP are valid JSON of randomly drawn schemas."""
 
 from __future__ import annotations
 

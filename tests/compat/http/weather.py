@@ -1,4 +1,4 @@
-"""What the programs ask for: a tool and a form of answer, both so narrow that random weights soon come to an end."""
+"""The programs' requests: a tool and a form of answer, both so narrow that random weights soon reach an end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CALLED: dict[str, Any] = {"place": "Oslo", "days": 3}
 """With these arguments the model `caller` calls the tool, of itself."""
 
 ANSWER = "It will be 4 degrees in Oslo."
-"""What it says once it has the result."""
+"""The answer after the result."""
 
 QUESTION = "What will the weather be like in Oslo in three days?"
 SYSTEM = "You are a careful assistant. Use what the tools tell you."
@@ -52,5 +52,5 @@ OLLAMA_TOOL: Any = {
 
 
 def forecast(place: str, days: int) -> str:
-    """What the tool answers."""
+    """The tool's result."""
     return json.dumps({"place": place, "days": days, "celsius": 7 - days, "sky": "clouds from the west"})

@@ -53,7 +53,7 @@ _PATIENCE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of one prompt."""
+    """The answer to one prompt."""
 
     tokens: list[int]
     num_cached: int
@@ -169,7 +169,7 @@ def ask_one(llm: LLM, prompt: Sequence[int], *, max_tokens: int = 12, cache_salt
 def answers_without_cache(
     model: Path, prompts: Sequence[Sequence[int]], *, max_tokens: int = 12, **arguments: Any
 ) -> list[list[int]]:
-    """What vLLM says to each prompt without the plug-in. Computed once for all tests that ask the same."""
+    """vLLM's answers to the prompts without the plug-in, computed once for all tests with the same prompts."""
     question = repr((model, model.stat().st_mtime_ns, prompts, max_tokens, sorted(arguments.items())))
     if question not in _answers:
         with engine(model, **arguments) as llm:
@@ -182,7 +182,7 @@ _answers: dict[str, list[list[int]]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """What came of requests that were stepped through: their tokens by name."""
+    """The tokens, by name, of requests that were stepped through."""
 
     tokens: dict[str, list[int]]
 

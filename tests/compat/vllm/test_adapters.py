@@ -64,7 +64,7 @@ def _ask(llm: LLM, adapter: LoRARequest) -> Answer:
 
 @pytest.fixture
 def expected(tmp_path: Path) -> dict[str, list[int]]:
-    """What vLLM says alone, by adapter."""
+    """vLLM's own answers, by adapter."""
     adapters = {
         "one": _save_adapter(tmp_path / "one"),
         "louder": _save_adapter(tmp_path / "louder", alpha=64),

@@ -1,4 +1,4 @@
-"""What a plug-in may say of the cluster below the server that it starts."""
+"""The plug-in's settings for the cluster below the server that it starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NODES = ("tcp://127.0.0.1:7000",)
 
 
 def address_of(**settings: object) -> str:
-    """Of the server that an engine which says this would share."""
+    """The address of the server that an engine with these settings would share."""
     cluster = ClusterSettings(valkey=NODES, **settings).embedded()  # type: ignore[arg-type]
     with contextlib.closing(EmbeddedServer(8 << 20, cluster=cluster)) as server:
         return server.address

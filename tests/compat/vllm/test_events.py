@@ -1,4 +1,4 @@
-"""What the cache server has is published in vLLM's own events, as a router hears them."""
+"""The cache server's contents are published as vLLM's own events, in a form that routers understand."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_nothing_is_done_where_events_are_off() -> None:
 
 
 class _Client:
-    """Of a server that has all blocks in the same place."""
+    """A client of a server that has all blocks in the same place."""
 
     is_local = True
 
@@ -156,7 +156,7 @@ def _events(client: Any, page_tokens: int) -> ServerEvents:
 
 
 def _told(pages: Sequence[bytes]) -> list[Any]:
-    """As events name them."""
+    """The hashes of pages as events name them."""
     return [maybe_convert_block_hash(page) for page in pages]
 
 

@@ -33,7 +33,7 @@ from tests.support.waiting import CALL_S
 
 _PROMPTS = [tokens_of(300, seed=number) for number in range(1, 5)]
 _TIMEOUT_S = 1.0
-"""What a request may take on this machine, the cache aside."""
+"""The longest time of a request on this machine, without the cache."""
 
 _SETTINGS: dict[str, object] = {"timeout_s": _TIMEOUT_S, "match_timeout_s": 0.25}
 """A match is waited for as long as users wait for it unless they say otherwise."""

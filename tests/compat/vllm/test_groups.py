@@ -43,7 +43,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "mistral": {},
     "lfm2": {"enable_prefix_caching": True},
 }
-"""What an engine of each model is started with."""
+"""The settings of an engine for each model."""
 
 _LEAST: dict[str, int] = {"gemma3": 288, "mistral": 288, "gemma3 in one group": 288, "lfm2": 288}
 """Tokens of the prompt that are a hit at least: it can be resumed at ends of pages, or where there is a state."""
@@ -293,7 +293,7 @@ def test_explain_says_that_pages_are_for_vllm_alone(server: ServerProcess) -> No
 
 
 def _lose_some_once_matched(llm: LLM, server: str) -> None:
-    """What the scheduler has matched is gone when the worker comes for it."""
+    """Blocks that the scheduler has matched are gone when the worker loads them."""
     connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
     connector_side = vars(connector)["_scheduler"]
     plan_step = connector_side.plan_step

@@ -26,7 +26,7 @@ _PROMPT = tokens_of(300)
 
 
 def _whole_pages(num_tokens: int, page_tokens: int) -> int:
-    """What of a prompt can be a hit at least."""
+    """The tokens of a prompt that can be hits: whole pages, and never the last token."""
     return (num_tokens - 1) // page_tokens * page_tokens
 
 

@@ -1,4 +1,4 @@
-"""What vLLM stores is what transformers computes, in the namespace of kvtier's own engine, and found by no one else."""
+"""vLLM stores what transformers computes, in the namespace of kvtier's own engine, and no other namespace finds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plug-in tells: vLLM's own metrics, and why a request found no more."""
+"""The plug-in's reports: vLLM's own metrics, and the reason why a request found no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hits in vLLM's own prefix cache: nobody waits for the cache server, which is asked for them now and then only."""
+"""Hits in vLLM's own prefix cache do not wait for the cache server, which is asked only now and then."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PROMPT = tokens_of(300)
 
 @dataclass
 class Asked:
-    """What the scheduler was told, and how many blocks the server was asked for each time."""
+    """The answers to the scheduler, and the number of blocks that the server was asked for each time."""
 
     answers: list[tuple[int | None, bool]] = field(default_factory=list)
     num_blocks: list[int] = field(default_factory=list)

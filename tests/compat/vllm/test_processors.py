@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 _PROMPT = tokens_of(300)
 _NUM_REUSED = 288
-"""Of its tokens: whole pages of 32."""
+"""The cached tokens of the prompt: whole pages of 32."""
 
 _ARGUMENTS: dict[str, Any] = {"dtype": "bfloat16", "page_tokens": 32, "enable_prefix_caching": True}
 

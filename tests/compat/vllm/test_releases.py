@@ -32,7 +32,7 @@ _PROMPT = tokens_of(100)
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What is said of the release; by another logger, for vLLM's are set up anew by the first engine."""
+    """The log lines about the release; through another logger, since the first engine sets up vLLM's anew."""
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(inert, "logger", logging.getLogger("connector under test"))
     return caplog

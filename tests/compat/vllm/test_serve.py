@@ -105,7 +105,7 @@ def test_answers_come_through_both_apis(deployment: DeploymentProcess) -> None:
 
 
 def test_the_second_turn_goes_to_the_engine_that_has_the_first(deployment: DeploymentProcess) -> None:
-    """What vLLM has in its own prefix cache is a hit only in the engine that computed it."""
+    """A block in vLLM's own prefix cache is a hit only in the engine that computed it."""
     num_chats = 20
     firsts = {number: ask(deployment, chat(f"{number} {_STORY}")).json() for number in range(num_chats)}
     before = own_hits(deployment)

@@ -100,7 +100,7 @@ def test_an_engine_with_wrong_settings_does_not_start(settings: dict[str, object
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What the connector says; by another logger, for vLLM's are set up anew by the first engine."""
+    """The connector's log lines; through another logger, since the first engine sets up vLLM's anew."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(connector, "logger", logging.getLogger("connector under test"))
     return caplog

@@ -200,7 +200,7 @@ def test_requests_in_a_long_queue_hit_though_not_all_can_be_held_at_once(tmp_pat
 
 
 def test_requests_that_were_given_up_are_not_matched(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow cache has the threads that match busy: those who went away meanwhile keep nobody waiting."""
+    """A slow cache keeps the matching threads busy, but requests that have left delay no others."""
     prompts = [tokens_of(200, seed=number) for number in range(1, 41)]
     answers_again = threading.Event()
     lengths: list[int] = []

@@ -161,7 +161,7 @@ _WRONG = HttpError(401, "the API key is unknown")
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long each answer was held back; nobody waits for it."""
+    """The delays of answers, without waiting for them."""
     found: list[float] = []
 
     async def sleep(seconds: float) -> None:

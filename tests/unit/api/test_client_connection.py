@@ -51,7 +51,7 @@ def connected(server: Running) -> Iterator[socket.socket]:
 
 
 def rest_of(connection: socket.socket) -> bytes:
-    """What comes until the server hangs up, which it must."""
+    """The bytes until the server hangs up, which it must."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while came := connection.recv(65536):

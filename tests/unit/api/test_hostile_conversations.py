@@ -1,4 +1,4 @@
-"""Bodies of responses and messages that nobody means well with: each is served, or refused in one sentence."""
+"""Hostile bodies of responses and messages: each is served, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Catalog:
 
 
 def _outcome(read: _Read, document: object) -> GenerationRequest | HttpError | KvtierError:
-    """As a body over the wire; what is asked can be sent to an engine."""
+    """The request or the error for a body sent over the wire; a request can be sent to an engine."""
     try:
         asked = read(decode_body(msgspec.json.encode(document)), _Catalog())
         if read is read_response:

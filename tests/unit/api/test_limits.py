@@ -530,7 +530,7 @@ def test_what_waits_for_a_slow_reader_is_bounded(
 
 
 def test_prompts_wait_until_the_engine_reads(folder: Path) -> None:
-    """What is the same in all prompts of a request is encoded once, and no more of them than the socket takes."""
+    """The common part of a request's prompts is encoded once, and only as much as the socket takes."""
     with fake_engine(folder, name="frozen") as frozen, running("openai", config_of(frozen)) as server:
         frozen.freeze()
         body = completion_body(["a" * 500] * MAX_PROMPTS, stop=["x" * MAX_STOP_CHARACTERS] * MAX_STOP_STRINGS)

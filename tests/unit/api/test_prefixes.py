@@ -56,7 +56,7 @@ def warm(client: httpx.Client, **fields: object) -> list[dict[str, Any]]:
 
 
 def hashes_of_chat(below: StoringEngine, prompt: ChatPrompt, salt: str = "") -> list[Any]:
-    """Of the full blocks that all chats with this beginning share."""
+    """The hashes of the full blocks that all chats with this beginning share."""
     tokens = tokens_of(prompt)
     return block_hashes(salted_root(fields_of().digest(), salt), tokens, BLOCK_TOKENS)
 

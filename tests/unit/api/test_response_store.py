@@ -1,4 +1,4 @@
-"""Responses that are kept: within their bounds, and a conversation as a whole or not at all."""
+"""Stored responses stay within their bounds, and a conversation is stored whole or not at all."""
 
 from __future__ import annotations
 

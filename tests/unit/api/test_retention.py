@@ -1,4 +1,4 @@
-"""How each API asks for a prompt to stay cached, what an engine is told of it, and what the usage says."""
+"""Retention in each API: the request, the message to the engine, and the usage."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def ollama() -> Iterator[Api]:
 
 
 def shown(ttl_s: float, priority: int = 50) -> list[dict[str, object]]:
-    """What a usage says of an engine that keeps everything for an hour at most."""
+    """The usage from an engine that keeps everything for an hour at most."""
     granted_s = min(ttl_s, 3600.0)
     found: dict[str, object] = {
         "asked": {"tokens": 64, "ttl_s": ttl_s, "priority": priority},

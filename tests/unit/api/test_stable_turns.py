@@ -1,4 +1,4 @@
-"""What a model wrote is in the next turn's prompt as it wrote it, whichever way the client sends the history back."""
+"""A model's answer appears unchanged in the next turn's prompt, whichever way the client sends the history back."""
 
 from __future__ import annotations
 

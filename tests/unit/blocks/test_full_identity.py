@@ -1,4 +1,4 @@
-"""The identity by all bytes: what the samples miss, what is kept, and when it is made anew."""
+"""The identity by all bytes: changes that samples miss, its cache, and when it is computed anew."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _Counting:
 
 
 def _flip(path: Path, offset: int) -> None:
-    """One byte, with the file's time as it was."""
+    """Change one byte, and keep the file's time."""
     times = path.stat()
     with path.open("r+b") as file:
         file.seek(offset)

@@ -1,4 +1,4 @@
-"""Whoever committed a block hears that the disk did not take it, whoever else was told before."""
+"""The client that committed a block is told that the disk did not take it, whichever client was told before."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_turns_are_quick_until_the_last_of_several_has_ended(before_s: float) ->
 
 
 def test_an_end_may_come_before_its_begin(before_s: float) -> None:
-    """A job may be over before whoever handed it over goes on."""
+    """A job may end before the thread that submitted it continues."""
     turns = QuickTurns(QUICK_S)
     turns.end()
     turns.begin()

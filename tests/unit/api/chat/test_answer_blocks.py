@@ -24,7 +24,7 @@ _ANSWERS = {
 
 
 def _replayed(events: list[BlockEvent]) -> list[tuple[str, str]]:
-    """What a client makes of them; one block at a time is open, and ends."""
+    """The blocks as a client joins them; one block at a time is open, and ends."""
     found: list[tuple[str, str]] = []
     is_open = False
     for event in events:

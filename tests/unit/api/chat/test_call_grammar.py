@@ -53,7 +53,7 @@ class Vocabulary:
 _WITH_SPECIAL = Vocabulary(_SPECIAL, _SPECIAL)
 _WITHOUT_SPECIAL = Vocabulary([_END], [_END])
 _WITH_WORDS = Vocabulary([*_SPECIAL, "<tool_call>", "</tool_call>"], [_END])
-"""As Qwen's: marks are tokens, but not special ones."""
+"""Like Qwen's: marks are tokens, but not special ones."""
 
 _IDS = {word: _WITH_SPECIAL.ids[word] for word in _SPECIAL}
 

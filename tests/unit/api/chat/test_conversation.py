@@ -1,4 +1,4 @@
-"""What an engine is asked for a conversation: the prompt, the grammar and how its answer is read."""
+"""An engine's request for a conversation: the prompt, the grammar and the reading of its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every field of OpenAI's API: what the engine is asked for, or which field the client is told about."""
+"""Every field of OpenAI's API: what the engine gets for it, or the error that names the field."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_a_whole_answer_has_its_calls_and_its_thought(client: openai.OpenAI) -> 
 
 
 def joined(chunks: list[ChatCompletionChunk], choice: int = 0) -> tuple[str, str, list[tuple[str, str]], str | None]:
-    """As clients join deltas."""
+    """Join deltas like clients."""
     text = reasoning = ""
     calls: list[tuple[str, str]] = []
     reason = None

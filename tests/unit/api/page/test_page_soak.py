@@ -36,7 +36,7 @@ class Hour:
             self.view.history.add(8000, {"device": 1000, "server": 4000})
 
     async def tick(self) -> int:
-        """How many bytes a reader is told."""
+        """The number of bytes sent to a reader."""
         self.now += _TICK_S
         self.view.moved += 1000.0
         for _ in range(_REQUESTS_PER_TICK):

@@ -48,7 +48,7 @@ def _prompt(engine: FakeEngine) -> ChatPrompt:
 
 
 def _answer(call_id: str) -> list[ChatMessage]:
-    """What the model said, as the next prompt has it, and the tool's result."""
+    """The model's answer as the next prompt contains it, and the tool's result."""
     call = ToolCall("add", dict(ARGUMENTS), call_id)
     said = ChatMessage("assistant", "I add.", reasoning="One and two.", tool_calls=[call], num_more_characters=16)
     return [said, ChatMessage("tool", "3", "add", call_id=call_id)]

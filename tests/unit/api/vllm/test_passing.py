@@ -1,4 +1,4 @@
-"""What goes through to vLLM, and back, as it is."""
+"""Requests and answers that pass to vLLM and back unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars that work, that do not, and that are meant to do harm."""
+"""Valid, invalid and hostile grammars."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ HARMFUL = {
 
 @pytest.mark.parametrize("name", HARMFUL)
 def test_no_grammar_hangs_or_takes_much_memory(grammars: GrammarCompiler, name: str) -> None:
-    """It is refused in one sentence, or it says which tokens may come, for as many as an answer may have."""
+    """The grammar is refused in one sentence, or gives allowed tokens for an answer of any length."""
     before = _resident_bytes()
     compiled, sentence = None, ""
     try:
