@@ -185,7 +185,7 @@ bench-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m benchmarks.vllm.test_scheduler_side
 
 $(STAMP): pyproject.toml constraints.txt
-	@echo "== creating $(VENV) and installing (about half a minute)"
+	@echo "== creating $(VENV) and installing (about a minute)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(if $(LOCKED),$(BIN)/python -m pip install --quiet --progress-bar on --require-hashes --no-deps \
