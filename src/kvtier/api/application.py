@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvtier.api.access import Tenant
 from kvtier.api.body_messages import BodyAsks, BodyLoads, BodyPasses, BodyRefused, ReadBody
 from kvtier.api.engines import ModelCatalog
-from kvtier.api.generation import Generation, GenerationRequest, Shape
+from kvtier.api.generation import AnswerEncoder, Generation, GenerationRequest
 from kvtier.api.health import operation_routes
 from kvtier.api.http_error import HttpError, WrongKey, http_error_of
 from kvtier.api.json_body import JsonBody, decode_body
@@ -175,10 +175,12 @@ class Application(ABC):
         check_length(whole, asked.model.hello)
         return dataclasses.replace(asked, prompts=[whole])
 
-    async def answer(self, request: Request, tenant: Tenant, asked: GenerationRequest, shape: Shape) -> Response:
+    async def answer(
+        self, request: Request, tenant: Tenant, asked: GenerationRequest, encoder: AnswerEncoder
+    ) -> Response:
         request_id = request.state.id
         asked = await self.with_prefix(asked, tenant)
-        generation = Generation(self.service, asked, tenant, request_id, shape)
+        generation = Generation(self.service, asked, tenant, request_id, encoder)
         if not asked.is_streamed:
             return self.json(request, await while_connected(request, generation.whole()))
         chunks = generation.chunks()
@@ -187,7 +189,7 @@ class Application(ABC):
         except BaseException:  # also if this task is cancelled just as the engine takes the prompt
             await chunks.aclose()
             raise
-        return StreamedAnswer(chunks, media_type=shape.media_type, headers={"x-request-id": request_id})
+        return StreamedAnswer(chunks, media_type=encoder.media_type, headers={"x-request-id": request_id})
 
     async def _on_http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HttpError)

@@ -1,7 +1,7 @@
 """A request to an engine and its answers, whole or streamed: the same for every API.
 
-Each API reads its bodies into a `GenerationRequest` and encodes answers with its `Shape`. However a request ends, its
-answers are closed, which frees their blocks.
+Each API reads its bodies into a `GenerationRequest` and encodes answers with its `AnswerEncoder`. However a request
+ends, its answers are closed, which frees their blocks.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Usage:
 
 @dataclass(slots=True)
 class WholeAnswer:
-    """All pieces of one answer. `logprobs` are encoded by the answer's shape; None if not requested."""
+    """All pieces of one answer. `logprobs` are encoded by the answer's encoder; None if not requested."""
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[EncodedLogprobs] | None = None
@@ -151,7 +151,7 @@ class WholeAnswer:
         self.logprobs.append(encoded)
 
 
-class Shape(Protocol):
+class AnswerEncoder(Protocol):
     """Encodes the answers to one request in an API's form. `choice` numbers the answers to all prompts."""
 
     @property
@@ -190,13 +190,13 @@ class Generation:
     asked: GenerationRequest
     tenant: Tenant
     request_id: str
-    shape: Shape
+    encoder: AnswerEncoder
 
     async def whole(self) -> bytes:
         """The body of the response. Raises `HttpError` or `KvtierError`."""
         with self._place():
             async with self._submitted() as submitted:
-                self.shape.begin([answers.prompt_end for answers in submitted])
+                self.encoder.begin([answers.prompt_end for answers in submitted])
                 usage = Usage(sum(answers.prompt_tokens for answers in submitted))
                 found = [WholeAnswer() for _ in submitted for _ in range(self.asked.params.n)]
                 work = _LogprobsWork()
@@ -209,12 +209,12 @@ class Generation:
                             self._note_end(answers, piece.completion, usage)
                         found[choice].add(piece)
                         if logprobs := self._logprobs(answers, piece):
-                            encoded = self.shape.logprobs(choice, logprobs)
+                            encoded = self.encoder.logprobs(choice, logprobs)
                             found[choice].add_logprobs(encoded)
                             work.note(encoded)
                             await work.yield_if_due()
                 await self._explain(submitted, usage)
-                return self.shape.whole(found, usage)
+                return self.encoder.whole(found, usage)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """First an empty chunk, once all prompts are in an engine's queue, then the chunks of the stream.
@@ -224,7 +224,7 @@ class Generation:
         with self._place():
             async with self._submitted() as submitted:
                 yield b""
-                self.shape.begin([answers.prompt_end for answers in submitted])
+                self.encoder.begin([answers.prompt_end for answers in submitted])
                 try:
                     usage = Usage(sum(answers.prompt_tokens for answers in submitted))
                     work = _LogprobsWork()
@@ -234,16 +234,16 @@ class Generation:
                             if piece.completion is not None:
                                 self._note_end(answers, piece.completion, usage)
                             logprobs = None if piece.logprobs is None else self._logprobs(answers, piece)
-                            chunk = self.shape.chunk(choice, piece, logprobs, answers.prompt_tokens)
+                            chunk = self.encoder.chunk(choice, piece, logprobs, answers.prompt_tokens)
                             if chunk:
                                 yield chunk
                             if logprobs:
                                 await work.yield_if_due()
                     await self._explain(submitted, usage)
                 except Exception as error:
-                    yield self.shape.error(error)
+                    yield self.encoder.error(error)
                     return
-                if end := self.shape.end(usage):
+                if end := self.encoder.end(usage):
                     yield end
 
     async def _pieces(self, submitted: Sequence[Answers]) -> AsyncGenerator[tuple[int, StreamPiece], None]:
@@ -339,7 +339,7 @@ class Generation:
         if completion.finish_reason == _FAILED:
             raise AnswerFailed("the engine failed on this request: see its log")
         if completion.finish_reason not in _COMPLETE:
-            raise EngineStopped(self.shape.incomplete(completion.finish_reason))
+            raise EngineStopped(self.encoder.incomplete(completion.finish_reason))
         usage.add_answer(answers.prompt_tokens, completion)
         self.service.tracing.note_answer(self.asked.model.name, self.request_id, answers.prompt_tokens, completion)
         self.service.count(self.asked.model.name, self.tenant, answers, completion)

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvtier.api.access import Tenant
+from kvtier.api.anthropic.encoder import MessageEncoder, count_body, error_body
 from kvtier.api.anthropic.requests import decode_record, read_count, read_message
-from kvtier.api.anthropic.shape import MessageShape, count_body, error_body
 from kvtier.api.application import Application
 from kvtier.api.body_messages import ANTHROPIC_COUNT, ANTHROPIC_MESSAGE, BodyAsks
 from kvtier.api.engines import ModelCatalog
@@ -51,8 +51,8 @@ class MessagePaths:
         if isinstance(asked, PassedBody):
             return await Passing(self._service, request, tenant, asked).response()
         request.state.id = message_id = new_id("msg").replace("-", "_")
-        shape = MessageShape(asked, message_id, decode_record(asked.record))
-        response = await self._application.answer(request, tenant, asked, shape)
+        encoder = MessageEncoder(asked, message_id, decode_record(asked.record))
+        response = await self._application.answer(request, tenant, asked, encoder)
         response.headers["request-id"] = message_id
         return response
 

@@ -66,8 +66,8 @@ class _OpenCall:
     arguments: list[str] = field(default_factory=list)
 
 
-class _OllamaShape(ABC):
-    """The shape that `/api/generate` and `/api/chat` share. `name` is the client's name for the model."""
+class _OllamaEncoder(ABC):
+    """The encoder that `/api/generate` and `/api/chat` share. `name` is the client's name for the model."""
 
     media_type = "application/x-ndjson"
 
@@ -173,7 +173,7 @@ class _OllamaShape(ABC):
         return line
 
 
-class GenerateShape(_OllamaShape):
+class GenerateEncoder(_OllamaEncoder):
     def line(self, text: str, thinking: str = "", calls: Sequence[object] = ()) -> Line:
         line = Line(model=self._name, created_at=datetime.now(UTC), response=text)
         if thinking:
@@ -181,7 +181,7 @@ class GenerateShape(_OllamaShape):
         return line
 
 
-class ChatShape(_OllamaShape):
+class ChatEncoder(_OllamaEncoder):
     def line(self, text: str, thinking: str = "", calls: Sequence[object] = ()) -> Line:
         message = Message("assistant", text, thinking or UNSET, calls or UNSET)
         return Line(model=self._name, created_at=datetime.now(UTC), message=message)

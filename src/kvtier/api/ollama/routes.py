@@ -28,7 +28,7 @@ from kvtier.api.json_body import JsonBody
 from kvtier.api.ollama.models import description, description_of_vllm, running, tags
 from kvtier.api.ollama.passed import OLLAMA_KINDS
 from kvtier.api.ollama.requests import LATEST, LoadModel, find_model, hello_of, read_chat, read_generate
-from kvtier.api.ollama.responses import INTERNAL_ERROR, ChatShape, GenerateShape, error_body
+from kvtier.api.ollama.responses import INTERNAL_ERROR, ChatEncoder, GenerateEncoder, error_body
 from kvtier.api.ollama.translation import Translation, embedded, vectors
 from kvtier.api.passing import PassedBody
 from kvtier.api.streaming import while_connected
@@ -90,10 +90,10 @@ class OllamaApplication(Application):
         if isinstance(found, PassedBody):
             return await Translation(self.service, request, tenant, found, is_chat=False).response()
         asked = self._asked(found)
-        shape = GenerateShape(asked.name, request.state.id, _form(asked))
+        encoder = GenerateEncoder(asked.name, request.state.id, _form(asked))
         if isinstance(asked, LoadModel):
-            return self.json(request, shape.loaded(asked))
-        return await self.answer(request, tenant, asked, shape)
+            return self.json(request, encoder.loaded(asked))
+        return await self.answer(request, tenant, asked, encoder)
 
     async def _chat(self, request: Request) -> Response:
         tenant = self.open(request, "ollama")
@@ -101,10 +101,10 @@ class OllamaApplication(Application):
         if isinstance(found, PassedBody):
             return await Translation(self.service, request, tenant, found, is_chat=True).response()
         asked = self._asked(found)
-        shape = ChatShape(asked.name, request.state.id, _form(asked))
+        encoder = ChatEncoder(asked.name, request.state.id, _form(asked))
         if isinstance(asked, LoadModel):
-            return self.json(request, shape.loaded(asked))
-        return await self.answer(request, tenant, asked, shape)
+            return self.json(request, encoder.loaded(asked))
+        return await self.answer(request, tenant, asked, encoder)
 
     def _asked(self, found: GenerationRequest | LoadModel | BodyAsks | BodyLoads) -> GenerationRequest | LoadModel:
         if isinstance(found, BodyLoads):

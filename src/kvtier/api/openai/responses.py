@@ -40,7 +40,7 @@ class _ReasoningTokens(msgspec.Struct):
     reasoning_tokens: int
 
 
-class _UsageShape(msgspec.Struct):
+class _UsageDocument(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -48,8 +48,8 @@ class _UsageShape(msgspec.Struct):
     completion_tokens_details: _ReasoningTokens | msgspec.UnsetType = msgspec.UNSET
 
 
-class _OpenAiShape(ABC):
-    """The shape that chats and completions share. Chunks are server-sent events that differ in their choice alone."""
+class _OpenAiEncoder(ABC):
+    """The encoder that chats and completions share. Chunks are server-sent events that differ in their choice alone."""
 
     media_type = "text/event-stream"
     kind: str
@@ -66,7 +66,7 @@ class _OpenAiShape(ABC):
         """A whole answer."""
 
     def begin(self, prompt_ends: Sequence[str]) -> None:  # noqa: B027
-        """Ignores the ends of the prompts; shapes that need them override this."""
+        """Ignores the ends of the prompts; encoders that need them override this."""
 
     def end(self, usage: Usage) -> bytes:
         if not self._asked.includes_usage:
@@ -85,7 +85,7 @@ class _OpenAiShape(ABC):
         return _encode({**fields, **self.more(answers)})
 
     def usage(self, usage: Usage) -> msgspec.Struct:
-        return _usage_shape(usage)
+        return _usage_document(usage)
 
     def more(self, answers: Sequence[WholeAnswer]) -> dict[str, object]:
         """Further top-level fields of a whole response."""
@@ -116,8 +116,8 @@ def prompt_list(answer: WholeAnswer) -> msgspec.Raw | msgspec.UnsetType:
     return msgspec.Raw(b"[" + b",".join(answer.prompt_logprobs) + b"]")
 
 
-def _usage_shape(usage: Usage) -> _UsageShape:
-    return _UsageShape(
+def _usage_document(usage: Usage) -> _UsageDocument:
+    return _UsageDocument(
         usage.prompt_tokens,
         usage.completion_tokens,
         usage.prompt_tokens + usage.completion_tokens,
@@ -186,7 +186,7 @@ class _ChatChoice(msgspec.Struct):
     finish_reason: str | None
 
 
-class ChatShape(_OpenAiShape):
+class ChatEncoder(_OpenAiEncoder):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
@@ -231,10 +231,10 @@ class ChatShape(_OpenAiShape):
         return _ChatChoice(index, message, logprobs, self._readers.finish_reason(index, answer.finish_reason))
 
     def usage(self, usage: Usage) -> msgspec.Struct:
-        shape = _usage_shape(usage)
+        document = _usage_document(usage)
         if self._readers.splits_reasoning:
-            shape.completion_tokens_details = _ReasoningTokens(self._readers.num_reasoning_tokens)
-        return shape
+            document.completion_tokens_details = _ReasoningTokens(self._readers.num_reasoning_tokens)
+        return document
 
     def logprobs(self, choice: int, tokens: Sequence[SampledToken]) -> EncodedLogprobs:
         return (encode_items(tokens),)
@@ -286,7 +286,7 @@ class _TextChoice(msgspec.Struct):
     prompt_logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-class CompletionShape(_OpenAiShape):
+class CompletionEncoder(_OpenAiEncoder):
     kind = chunk_kind = "text_completion"
 
     def __init__(self, asked: GenerationRequest, request_id: str) -> None:
@@ -337,7 +337,7 @@ class CompletionShape(_OpenAiShape):
 # --- models and errors ------------------------------------------------------------------------------------------------
 
 
-class ModelShape(msgspec.Struct):
+class ModelDocument(msgspec.Struct):
     id: str
     created: int
     max_model_len: int | None
@@ -345,11 +345,11 @@ class ModelShape(msgspec.Struct):
     owned_by: str = "kvtier"
 
 
-def model_list(models: list[ModelShape]) -> bytes:
+def model_list(models: list[ModelDocument]) -> bytes:
     return _encode({"object": "list", "data": models})
 
 
-def one_model(model: ModelShape) -> bytes:
+def one_model(model: ModelDocument) -> bytes:
     return _encode(model)
 
 

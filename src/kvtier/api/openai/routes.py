@@ -33,7 +33,7 @@ from kvtier.api.json_body import JsonBody
 from kvtier.api.openai.passed import FORM_PATHS, KNOWN_PATHS, check_served, read_form, reader_for, unknown_here
 from kvtier.api.openai.prefix_routes import PrefixPaths
 from kvtier.api.openai.requests import read_chat, read_completion
-from kvtier.api.openai.responses import ChatShape, CompletionShape, ModelShape, error_body, model_list, one_model
+from kvtier.api.openai.responses import ChatEncoder, CompletionEncoder, ModelDocument, error_body, model_list, one_model
 from kvtier.api.openai.tokenizing import ReadTokens, read_detokenize, read_tokenize, token_list, token_text
 from kvtier.api.page.deployment_view import DeploymentView
 from kvtier.api.page.guard import PageGuard
@@ -113,7 +113,7 @@ class OpenAiApplication(Application):
         if isinstance(found, PassedBody):
             return await Passing(self.service, request, tenant, found).response()
         asked = self._asked(found)
-        return await self.answer(request, tenant, asked, ChatShape(asked, request.state.id))
+        return await self.answer(request, tenant, asked, ChatEncoder(asked, request.state.id))
 
     async def _complete(self, request: Request) -> Response:
         tenant = self.open(request, "cmpl")
@@ -121,7 +121,7 @@ class OpenAiApplication(Application):
         if isinstance(found, PassedBody):
             return await Passing(self.service, request, tenant, found).response()
         asked = self._asked(found)
-        return await self.answer(request, tenant, asked, CompletionShape(asked, request.state.id))
+        return await self.answer(request, tenant, asked, CompletionEncoder(asked, request.state.id))
 
     async def _tokenize(self, request: Request) -> Response:
         return await self._about_tokens(request, TOKENIZE, read_tokenize, self._tokens_of)
@@ -189,13 +189,13 @@ class OpenAiApplication(Application):
 
     async def _list_models(self, request: Request) -> Response:
         self.service.tenant(request)
-        return self.json(request, model_list([self._model_shape(name) for name in self.service.model_names]))
+        return self.json(request, model_list([self._model_document(name) for name in self.service.model_names]))
 
     async def _show_model(self, request: Request) -> Response:
         self.service.tenant(request)
-        return self.json(request, one_model(self._model_shape(request.path_params["name"])))
+        return self.json(request, one_model(self._model_document(request.path_params["name"])))
 
-    def _model_shape(self, name: str) -> ModelShape:
+    def _model_document(self, name: str) -> ModelDocument:
         """Raises `UnknownModel`."""
         passed = self.service.vllm.get(name)
         if passed is not None:
@@ -203,4 +203,4 @@ class OpenAiApplication(Application):
         else:
             hello = self.service.engines.find(name).hello
             max_model_len = None if hello is None else hello.max_model_len
-        return ModelShape(name, int(self.service.started_at), max_model_len)
+        return ModelDocument(name, int(self.service.started_at), max_model_len)

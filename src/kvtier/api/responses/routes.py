@@ -20,10 +20,10 @@ from kvtier.api.limits import MAX_ID_CHARACTERS
 from kvtier.api.neutral_fields import invalid
 from kvtier.api.passing import PassedBody, Passing
 from kvtier.api.response_store import StoredResponse, TenantResponses
+from kvtier.api.responses.encoder import Keep, ResponseEncoder
 from kvtier.api.responses.history import Turn, continued
 from kvtier.api.responses.record import ResponseRecord, decode_record
 from kvtier.api.responses.requests import read_response
-from kvtier.api.responses.shape import Keep, ResponseShape
 from kvtier.api.service import new_id
 from kvtier.api.vllm.bodies import ReadForVllm
 
@@ -58,8 +58,8 @@ class ResponsePaths:
         request.state.id = response_id = new_id("resp").replace("-", "_")
         record = decode_record(asked.record)
         asked, turn = continued(asked, record, self._responses(tenant))
-        shape = ResponseShape(asked, response_id, record, self._keeper(tenant, response_id, record, turn))
-        return await application.answer(request, tenant, asked, shape)
+        encoder = ResponseEncoder(asked, response_id, record, self._keeper(tenant, response_id, record, turn))
+        return await application.answer(request, tenant, asked, encoder)
 
     def _keeper(self, tenant: Tenant, response_id: str, record: ResponseRecord, turn: Turn | None) -> Keep | None:
         if not record.is_stored or turn is None:

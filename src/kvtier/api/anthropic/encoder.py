@@ -32,7 +32,7 @@ _ERROR_TYPES = {
 }
 
 
-class _UsageShape(msgspec.Struct):
+class _UsageDocument(msgspec.Struct):
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int
@@ -50,8 +50,8 @@ class _BlockDelta(msgspec.Struct):
     type: str = "content_block_delta"
 
 
-class MessageShape:
-    """The shape of the answer to one request."""
+class MessageEncoder:
+    """Encodes the answer to one request."""
 
     media_type = "text/event-stream"
 
@@ -140,7 +140,7 @@ class MessageShape:
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    def _message(self, content: list[dict[str, object]], usage: _UsageShape) -> dict[str, object]:
+    def _message(self, content: list[dict[str, object]], usage: _UsageDocument) -> dict[str, object]:
         reason, sequence = self._stop()
         return {
             "id": self._message_id,
@@ -172,9 +172,9 @@ class MessageShape:
         """For hidden thinking, the signature carries the text: clients send it back with the next turn."""
         return sealed(block.text) if self._record.hides_thinking else _SIGNATURE
 
-    def _usage(self, usage: Usage) -> _UsageShape:
+    def _usage(self, usage: Usage) -> _UsageDocument:
         read, written = sum(usage.cached_tokens.values()), usage.written_tokens(self._asked.model)
-        return _UsageShape(
+        return _UsageDocument(
             usage.prompt_tokens - read - written,
             usage.completion_tokens,
             read,

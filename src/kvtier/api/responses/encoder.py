@@ -35,7 +35,7 @@ class _ReasoningTokens(msgspec.Struct):
     reasoning_tokens: int
 
 
-class _UsageShape(msgspec.Struct):
+class _UsageDocument(msgspec.Struct):
     input_tokens: int
     input_tokens_details: _CachedTokens
     output_tokens: int
@@ -55,8 +55,8 @@ class _Delta(msgspec.Struct, omit_defaults=True):
     logprobs: Sequence[SampledToken] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ResponseShape:
-    """The shape of the answer to one request; `keep` is None if the response is not stored."""
+class ResponseEncoder:
+    """Encodes the answer to one request; `keep` is None if the response is not stored."""
 
     media_type = "text/event-stream"
 
@@ -223,7 +223,7 @@ class ResponseShape:
         return output_item(self._response_id, block, status, logprobs=logprobs, seals_reasoning=seals)
 
     def _document(
-        self, status: str, output: list[dict[str, object]], usage: _UsageShape | None, error: HttpError | None = None
+        self, status: str, output: list[dict[str, object]], usage: _UsageDocument | None, error: HttpError | None = None
     ) -> bytes:
         return _encode(
             {
@@ -242,10 +242,10 @@ class ResponseShape:
             }
         )
 
-    def _usage(self, usage: Usage) -> _UsageShape:
+    def _usage(self, usage: Usage) -> _UsageDocument:
         cached = sum(usage.cached_tokens.values())
         written = usage.written_tokens(self._asked.model)
-        return _UsageShape(
+        return _UsageDocument(
             usage.prompt_tokens,
             _CachedTokens(cached, usage.cached_tokens, written, usage.parted, usage.retained),
             usage.completion_tokens,
