@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.blocks.weights import weights_identity_of_folder
-from kvtier.deploy.check.model_needs import read_model_facts
+from kvtier.deploy.check.model_needs import read_model_needs
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.models.checkpoint import Checkpoint
@@ -77,7 +77,7 @@ def _try(model: Path, folder: Path, seed: int) -> None:
     spoil(rng, folder)
     for read in (
         lambda: read_config(folder).kv_layout(),
-        lambda: read_model_facts(EngineConfig(model=str(folder))),
+        lambda: read_model_needs(EngineConfig(model=str(folder))),
         lambda: weights_identity_of_folder(folder),
         lambda: Checkpoint(folder),
     ):
