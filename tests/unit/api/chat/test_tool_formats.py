@@ -174,6 +174,22 @@ def test_any_values_of_elements_are_read_back_by_their_types(
             "<tool_call><function=f><parameter=z>1</parameter></function></tool_call>",
             [("f", {"z": "1"})],
         ),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=a>\nx\n</function>\n</tool_call>\n",
+            [("f", {"a": "x"})],
+        ),
+        (
+            "qwen3_coder",
+            "<function=f><parameter=c>true</parameter><parameter=b>\n7\n</function>",
+            [("f", {"c": True, "b": 7})],
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call><function=f><parameter=a>\nx\n</function>\n</tool_call>\ny\n</parameter></function></tool_call>",
+            [("f", {"a": "x\n</function>\n</tool_call>\ny"})],
+        ),
+        ("glm45", "<tool_call>f\n</tool_call>", [("f", {})]),
         ("glm45", "<tool_call>f<arg_key>b</arg_key><arg_value>7</arg_value></tool_call>", [("f", {"b": 7})]),
         ("glm45", "<tool_call>f</tool_call>", [("f", {})]),
         ("glm4", 'f\n{"a": 1}<|assistant|>f\n{"a": 2}', [("f", {"a": 1}), ("f", {"a": 2})]),

@@ -19,7 +19,8 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 class Elements:
     """The texts around a parameter's name and value. `value_begin` follows the name, after any white space.
 
-    With `has_lines`, a value is on lines of its own.
+    With `has_lines`, a value is on lines of its own. Models leave out `value_end` after the last value at times: if an
+    answer ends with all of `call_ends`, or the first of them, that value ends before them.
     """
 
     name_begin: str
@@ -27,6 +28,7 @@ class Elements:
     value_begin: str
     value_end: str
     has_lines: bool
+    call_ends: tuple[str, ...] = ()
 
 
 class ElementCall:
@@ -70,9 +72,26 @@ class ElementCall:
         self._num_values += 1
         types = self._types.get(name, ("string",))
         value = _TextValue(self._sink, has_lines=self._elements.has_lines, is_text=list(types) == ["string"])
-        end = yield from self._source.until((self._elements.value_end,), value.add)
+        first, *others = self._elements.call_ends or ("",)
+        marks = (self._elements.value_end, first) if first else (self._elements.value_end,)
+        while True:
+            end = yield from self._source.until(marks, value.add)
+            if end != first or not end:
+                break
+            passed = yield from self._passed(others)
+            if not (yield from self._source.peek()):
+                break  # only the end of the value is missing
+            value.add(end + passed)
         value.end(types, is_whole=bool(end))
         return bool(end)
+
+    def _passed(self, ends: Sequence[str]) -> Reading[str]:
+        """Take those of `ends` that follow, and all white space around them."""
+        passed = yield from self._source.spaces()
+        for end in ends:
+            if (yield from self._source.skip(end)):
+                passed += end + (yield from self._source.spaces())
+        return passed
 
 
 class _TextValue:

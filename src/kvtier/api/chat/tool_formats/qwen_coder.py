@@ -13,7 +13,7 @@ from kvtier.api.chat.tool_formats.tool_format import ToolFormat
 
 _FUNCTION = "<function="
 _FUNCTION_END = "</function>"
-_ELEMENTS = Elements("<parameter=", ">", "", "</parameter>", has_lines=True)
+_ELEMENTS = Elements("<parameter=", ">", "", "</parameter>", has_lines=True, call_ends=("\n" + _FUNCTION_END, END))
 
 
 class QwenCoderFormat(ToolFormat):
