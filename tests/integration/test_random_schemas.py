@@ -1,8 +1,10 @@
-"""Random schemas: whatever the weights say, an answer that ends is JSON of its schema."""
+"""Random schemas: whatever the weights say, an answer is JSON of its schema, formats included."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jsonschema
@@ -12,17 +14,20 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from kvtier import LLM, SamplingParams
+from kvtier.engine.answer import Completion
 from kvtier.engine.constraint.formats import KNOWN_FORMATS
 from kvtier.engine.grammar import Grammar
 from kvtier.errors import InvalidParameter
 from kvtier.testing.tiny_models import save_tiny_model
-from tests.support.drawn_schemas import drawn_schemas
+from tests.support.drawn_schemas import drawn_schemas, followed_schemas
 from tests.support.examples import examples
-
-pytestmark = pytest.mark.slow
+from tests.support.json_formats import format_checker
 
 torch.set_num_threads(1)
 
+END = 256
+_CHECKER = format_checker()
+assert set(_CHECKER.checkers) >= KNOWN_FORMATS
 _NAMES = ("id", "name", "Größe", "a b", "x-y", "$", 'q"uote', "items", "_")
 _TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=6)
 _PATTERNS = (r"^[a-c]{1,4}$", r"^\d{2}-\d{2}$", r"^(yes|no)$", r"^[A-Z][a-z]{0,3}$", r"^\w{2}$")
@@ -84,7 +89,7 @@ def _lists(draw: st.DrawFn, inner: st.SearchStrategy[dict[str, Any]]) -> dict[st
     return schema
 
 
-SCHEMAS = st.recursive(
+BOUNDED_SCHEMAS = st.recursive(
     _LEAVES,
     lambda inner: st.one_of(
         _objects(inner), _lists(inner), st.builds(lambda ways: {"anyOf": ways}, st.lists(inner, min_size=1, max_size=3))
@@ -101,13 +106,11 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield opened
 
 
-def random_schemas(
-    count: int, strategy: st.SearchStrategy[dict[str, Any]] = SCHEMAS, number: int = 28
-) -> list[dict[str, Any]]:
+def random_schemas(count: int, strategy: st.SearchStrategy[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same ones every time."""
     found: list[dict[str, Any]] = []
 
-    @seed(number)
+    @seed(28)
     @settings(
         max_examples=count,
         database=None,
@@ -123,73 +126,92 @@ def random_schemas(
     return found
 
 
-@pytest.mark.scaled
-def test_answers_are_json_of_random_schemas(llm: LLM) -> None:
-    """Half of them greedily, half drawn at a high temperature."""
-    schemas = random_schemas(examples(1000))
-    params = [
-        SamplingParams(
-            max_tokens=250,
-            temperature=0.0 if number % 2 else 1.3,
-            seed=number,
-            grammar=Grammar("json_schema", json.dumps(schema)),
-        )
-        for number, schema in enumerate(schemas)
-    ]
-
-    outputs = llm.generate([[number % 250, 3] for number in range(len(schemas))], params, progress=False)
-
-    num_ended = 0
-    for schema, output in zip(schemas, outputs, strict=True):
-        assert output.error is None, (schema, output.error)
-        [answer] = output.outputs
-        assert answer.finish_reason in ("stop", "length"), (schema, answer)
-        if answer.finish_reason == "stop":
-            num_ended += 1
-            jsonschema.validate(json.loads(answer.text), schema)
-    assert num_ended > 0.9 * len(schemas)
+_NUM_BOUNDED = 350
+_NUM_FOLLOWED = 1100
+_NUM_OF_ANY = 150
+_FEWEST_ACCEPTED = 1000
+_ENDS = {ord("]"): 4.0, ord("}"): 4.0, ord("@"): 85.0, ord('"'): 90.0, END: 100.0}
+"""A bias for tokens that bring an answer to its end, where the grammar allows them. Within texts, where brackets are
+characters like others, theirs leaves room for what a pattern asks for; `@` ends the name in an address."""
 
 
-_CHECKER = jsonschema.FormatChecker(KNOWN_FORMATS & set(jsonschema.FormatChecker.checkers))
-_NUM_PARTS = 3
-_DRAWN_PER_PART = 300
-"""Of which more than a third are accepted."""
+def distinct(schemas: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list({json.dumps(schema, sort_keys=True): schema for schema in schemas}.values())
 
 
 def refusal(llm: LLM, schema: dict[str, Any]) -> str:
     """Why a schema is refused; empty if it is not."""
     try:
-        llm.engine.grammars.compile(Grammar("json_schema", json.dumps(schema)))
+        llm.engine.grammars.compile(grammar_of(schema))
     except InvalidParameter as error:
         return str(error)
     return ""
 
 
+def grammar_of(schema: dict[str, Any]) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema))
+
+
+def answers(
+    llm: LLM, schemas: list[dict[str, Any]], temperatures: Sequence[float], **settings: Any
+) -> list[Completion]:
+    """The temperatures take turns."""
+    params = [
+        SamplingParams(temperature=temperature, seed=number, grammar=grammar_of(schema), **settings)
+        for number, (schema, temperature) in enumerate(zip(schemas, itertools.cycle(temperatures), strict=False))
+    ]
+    outputs = llm.generate([[number % 250, 3] for number in range(len(schemas))], params, progress=False)
+    for schema, output in zip(schemas, outputs, strict=True):
+        assert output.error is None, (schema, output.error)
+    return [output.outputs[0] for output in outputs]
+
+
+def check(schema: dict[str, Any], text: str) -> None:
+    """Raises unless `text` is JSON of the schema; a name that is repeated counts as often for `minProperties`."""
+    validator = jsonschema.Draft202012Validator(schema, format_checker=_CHECKER)
+    if not validator.is_valid(json.loads(text, object_pairs_hook=_with_repeated)):
+        validator.validate(json.loads(text))
+
+
+def _with_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for number, (name, value) in enumerate(pairs):
+        found[f"{name} {number}" if name in found else name] = value
+    return found
+
+
 @pytest.mark.scaled
-@pytest.mark.parametrize("part", range(_NUM_PARTS))
-def test_a_schema_of_any_keywords_is_followed_or_refused(llm: LLM, part: int) -> None:
-    """Any valid schema: one that the library cannot follow is refused in one sentence, never followed in part."""
-    schemas = random_schemas(examples(_DRAWN_PER_PART), drawn_schemas(), part)
+@pytest.mark.timeout(900)
+def test_a_random_schema_is_followed_whatever_the_weights_say_or_refused(llm: LLM) -> None:
+    """What the library cannot do is said in one sentence, never half done.
+
+    A schema may allow texts and lists of any length, which random weights need not end within any number of tokens.
+    Such an answer is drawn again with a bias for its end, and then it ends, too. The only excuse is a pattern that may
+    match anywhere in a text: no bias for single tokens leads to it. At most one answer in a hundred has it.
+    """
     accepted = []
-    for schema in schemas:
+    for schema in distinct(
+        random_schemas(examples(_NUM_BOUNDED), BOUNDED_SCHEMAS)
+        + random_schemas(examples(_NUM_FOLLOWED), followed_schemas())
+        + random_schemas(examples(_NUM_OF_ANY), drawn_schemas())
+    ):
         sentence = refusal(llm, schema)
         assert "\n" not in sentence
         if not sentence:
             accepted.append(schema)
-    params = [
-        SamplingParams(max_tokens=60, temperature=1.3, seed=number, grammar=Grammar("json_schema", json.dumps(schema)))
-        for number, schema in enumerate(accepted)
-    ]
 
-    outputs = llm.generate([[number % 250, 3] for number in range(len(accepted))], params, progress=False)
+    first = answers(llm, accepted, (0.0, 1.3), max_tokens=100)
+    endless = [schema for schema, answer in zip(accepted, first, strict=True) if answer.finish_reason == "length"]
+    ended = iter(answers(llm, endless, (1.0,), max_tokens=300, logit_bias=_ENDS))
 
-    assert len(accepted) >= len(schemas) // 4
-    num_ended = 0
-    for schema, output in zip(accepted, outputs, strict=True):
-        assert output.error is None, (schema, output.error)
-        [answer] = output.outputs
-        assert answer.finish_reason in ("stop", "length"), (schema, answer)
-        if answer.finish_reason == "stop":
-            num_ended += 1
-            jsonschema.Draft202012Validator(schema, format_checker=_CHECKER).validate(json.loads(answer.text))
-    assert num_ended > len(accepted) // 2
+    num_excused = 0
+    for schema, answer in zip(accepted, first, strict=True):
+        whole = next(ended) if answer.finish_reason == "length" else answer
+        if whole.finish_reason == "length" and '"pattern' in json.dumps(schema):
+            num_excused += 1
+            continue
+        assert whole.finish_reason == "stop", (schema, whole)
+        check(schema, whole.text)
+    assert num_excused <= len(accepted) // 100
+    assert len(accepted) - num_excused >= examples(_FEWEST_ACCEPTED)
+    assert len(endless) < len(accepted) / 2

@@ -12,6 +12,15 @@ from typing import Any
 from hypothesis import strategies as st
 from jsonschema_specifications import REGISTRY
 
+_NOT_FOLLOWED = {
+    *("contains", "minContains", "maxContains", "if", "then", "else", "not", "propertyNames", "uniqueItems"),
+    *("dependentSchemas", "dependentRequired", "unevaluatedItems", "unevaluatedProperties"),
+}
+"""Keywords that llguidance refuses."""
+
+_CHECKED_FIRST = frozenset({"allOf", "oneOf", "patternProperties"})
+"""Grammars with these are first compiled in a process of their own, so few schemas of `followed_schemas` have them."""
+_PLAIN_SHARE = 4
 _VOCABULARIES = ("applicator", "unevaluated", "validation", "meta-data", "format-annotation")
 _MAX_DEPTH = 2
 _MAX_KEYWORDS = 4
@@ -32,19 +41,29 @@ _FORMATS = st.sampled_from(
 )
 
 
-def drawn_schemas(depth: int = 0) -> st.SearchStrategy[Any]:
-    """Nearly all that have no type allow nearly anything, so most have one."""
-    return _levels(depth) if depth == 0 else st.one_of(st.booleans(), _levels(depth), _levels(depth))
+def drawn_schemas() -> st.SearchStrategy[Any]:
+    """Of any keywords."""
+    return _levels(_keywords(), 0)
+
+
+def followed_schemas() -> st.SearchStrategy[Any]:
+    """Of keywords that llguidance knows: most of them are accepted."""
+    return _levels({name: one for name, one in _keywords().items() if name not in _NOT_FOLLOWED}, 0)
 
 
 @st.composite
-def _levels(draw: st.DrawFn, depth: int) -> dict[str, Any]:
-    described = _keywords()
-    fitting = sorted(name for name in described if depth < _MAX_DEPTH or "$dynamicRef" not in str(described[name]))
+def _levels(draw: st.DrawFn, known: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """Nearly all that have no type allow nearly anything, so most have one."""
+    fitting = [
+        name
+        for name in sorted(known)
+        if depth < _MAX_DEPTH or "$dynamicRef" not in str(known[name])
+        for _ in range(1 if name in _CHECKED_FIRST else _PLAIN_SHARE)
+    ]
     names = draw(st.lists(st.sampled_from(fitting), max_size=_MAX_KEYWORDS, unique=True))
     if draw(st.integers(0, 3)):
         names.append("type")
-    return {name: draw(_named(name, described[name], depth)) for name in dict.fromkeys(names)}
+    return {name: draw(_named(known, name, depth)) for name in dict.fromkeys(names)}
 
 
 @functools.cache
@@ -67,29 +86,30 @@ def _resolved(described: Any, vocabulary: Mapping[str, Any]) -> Any:
     return {key: _resolved(one, vocabulary) for key, one in described.items()}
 
 
-def _named(name: str, described: Mapping[str, Any], depth: int) -> st.SearchStrategy[Any]:
+def _named(known: Mapping[str, Any], name: str, depth: int) -> st.SearchStrategy[Any]:
     """The values of a keyword; those of `format` and `enum` are hardly described."""
     if name == "format":
         return _FORMATS
-    return st.lists(_VALUES, min_size=1, max_size=3) if name == "enum" else _described(described, depth)
+    return st.lists(_VALUES, min_size=1, max_size=3) if name == "enum" else _described(known, known[name], depth)
 
 
-def _described(described: Any, depth: int) -> st.SearchStrategy[Any]:
+def _described(known: Mapping[str, Any], described: Any, depth: int) -> st.SearchStrategy[Any]:
     if described is True or not described:
         return _VALUES
     if "$dynamicRef" in described:
-        return drawn_schemas(depth + 1)
+        inner = _levels(known, depth + 1)
+        return st.one_of(st.booleans(), inner, inner)
     if "anyOf" in described:
-        return st.one_of([_described(one, depth) for one in described["anyOf"]])
+        return st.one_of([_described(known, one, depth) for one in described["anyOf"]])
     if "enum" in described:
         return st.sampled_from(described["enum"])
     kind = described["type"]
     if kind == "object":
         names = _PATTERNS if described.get("propertyNames", {}).get("format") == "regex" else _NAMES
-        return st.dictionaries(names, _described(described["additionalProperties"], depth), max_size=3)
+        return st.dictionaries(names, _described(known, described["additionalProperties"], depth), max_size=3)
     if kind == "array":
         least, is_unique = described.get("minItems", 0), described.get("uniqueItems", False)
-        items = _described(described["items"], depth)
+        items = _described(known, described["items"], depth)
         return st.lists(items, min_size=least, max_size=3, unique_by=repr if is_unique else None)
     return _plain(kind, described)
 
