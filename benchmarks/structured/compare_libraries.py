@@ -156,7 +156,7 @@ def _llguidance(tokenizer: Tokenizer, num_tokens: int, end: int) -> Compile:
         grammar = Grammar("json_schema", json.dumps(schema))
         grammars.drop(grammar)
         compiled = grammars.compile(grammar)
-        return lambda: _LlguidanceMatcher(compiled.matcher())
+        return lambda: _LlguidanceMatcher(compiled.take_copy().matcher())
 
     compile_({})  # makes the vocabulary
     return compile_

@@ -128,6 +128,26 @@ def test_each_of_several_answers_follows_the_grammar_by_itself(llm: LLM) -> None
     assert len({answer.text for answer in answers}) > 1
 
 
+@pytest.mark.parametrize("schedule", ["sync", "async-2"])
+def test_copies_of_a_grammar_change_no_answer(folder: Path, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of several prompts, whose matchers are in one copy or in four; each copy is given back in the end."""
+    texts = {}
+    for num_threads in (1, 4):
+        monkeypatch.setattr("kvtier.engine.constraint.compiler.num_mask_threads", lambda one=num_threads: one)
+        with open_llm(folder, schedule=schedule) as llm, EngineClient(llm.engine) as client:
+            asked = params(schema_of(PERSON), temperature=1.0, seed=3, n=5)
+            streams = [client.submit([*PROMPT, number], asked) for number in range(3)]
+            texts[num_threads] = [answer.text for stream in streams for answer in stream.wait()]
+            compiled = llm.engine.grammars.find(schema_of(PERSON))
+            assert compiled is not None
+            assert compiled.num_copies == num_threads
+            client.settle(60)
+            assert {compiled.take_copy().num_users for _ in range(num_threads)} == {1}
+
+    assert len(texts[1]) == 15
+    assert texts[1] == texts[4]
+
+
 def test_logprobs_are_the_models_own(llm: LLM) -> None:
     [free] = ask(llm, None, max_tokens=1, logprobs=3)
     [answer] = ask(llm, Grammar("regex", "[a-z]{2}"), logprobs=3)

@@ -57,6 +57,7 @@ QUICK = (
     "serving.test_http",
     "serving.test_page",
     "structured.compare_libraries",
+    "structured.test_masks",
     "structured.test_json_schema",
     "use_remote_KV_cache.speed_test",
     "use_remote_KV_cache.stress_test",

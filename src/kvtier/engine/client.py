@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Protocol, Self, overload
 
 from kvtier.engine.answer import Completion, StreamPiece
-from kvtier.engine.constraint.compiler import CompiledGrammar
+from kvtier.engine.constraint.compiled import CompiledGrammar
 from kvtier.engine.engine import Engine, StepOutput
 from kvtier.engine.grammar import Grammar
 from kvtier.engine.sampling_params import SamplingParams

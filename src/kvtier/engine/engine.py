@@ -26,7 +26,8 @@ from kvtier.engine.answer import AnswerText, Completion, StreamPiece, cached_tok
 from kvtier.engine.building import make_current, make_parts, make_runner, make_transfer
 from kvtier.engine.canary import Canary, Finding
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.constraint.compiler import CompiledGrammar, GrammarCompiler
+from kvtier.engine.constraint.compiled import CompiledGrammar
+from kvtier.engine.constraint.compiler import GrammarCompiler
 from kvtier.engine.constraint.constraints import Constraints, MakeMasks, TokenMasks
 from kvtier.engine.device.kv_arena import KvArena
 from kvtier.engine.device.prompt_scores import ScoredTokens
@@ -221,7 +222,7 @@ class Engine:
         if params.grammar is None:
             return None
         try:
-            return self.grammars.compile(params.grammar)
+            return self.grammars.compile(params.grammar, params.n)
         except InvalidParameter as error:
             raise InvalidGrammar(str(error)) from error
 

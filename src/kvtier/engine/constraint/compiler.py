@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from kvtier.engine.constraint.compiled import CompiledGrammar, num_mask_threads
 from kvtier.engine.constraint.formats import with_known_formats
 from kvtier.engine.constraint.library import llguidance
 from kvtier.engine.constraint.vetting import is_plain, limits, reason, vet
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 MAX_KEPT = 64
 MAX_KEPT_CHARACTERS = 4 << 20
 """The limit for all cached grammars together. A compiled grammar grows with its text and is bounded (`limits`)."""
+MAX_KEPT_COPIES = 64
+"""The limit for all cached grammars together, not counting the first copy of each."""
 
 _WHITESPACE = r"[ ]|\n[ ]{0,32}"
 """Allowed between the tokens of JSON: a space, or a new line with indentation. The bound keeps a model from writing
@@ -47,20 +50,6 @@ _COSTLY_LARK = re.compile(r"[&~]|%(?!json\b|ignore\b)")
 """Intersections, complements and nested grammars."""
 
 
-class CompiledGrammar:
-    """A grammar for one vocabulary. A mask of its tokens has `num_words` words of 32 bits. Thread-safe."""
-
-    def __init__(self, start: LLMatcher, num_words: int) -> None:
-        self.num_words = num_words
-        self._start = start
-        self._lock = threading.Lock()
-
-    def matcher(self) -> LLMatcher:
-        """A matcher at the beginning of an answer, for one request and one thread. Takes microseconds."""
-        with self._lock:
-            return self._start.deep_copy()
-
-
 class GrammarCompiler:
     """The compiler for one model. It keeps the most recently used grammars."""
 
@@ -82,21 +71,32 @@ class GrammarCompiler:
                 self._kept.move_to_end(grammar)
             return found
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar, or find it. Raises `InvalidParameter` if it is wrong or unsupported."""
-        found = self.find(grammar)
-        if found is not None:
-            return found
+    def compile(self, grammar: Grammar, num_answers: int = 1) -> CompiledGrammar:
+        """Compile a grammar, or find it, for a number of answers, which will take their copies of it soon.
+
+        Raises `InvalidParameter` if it is wrong or unsupported.
+        """
+        compiled = self.find(grammar) or self._compile(grammar)
+        compiled.announce(num_answers, num_mask_threads())
+        self._bound_copies(compiled)
+        return compiled
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
         definition, is_harmless = _definition(grammar)
         vocabulary = self._get_vocabulary()
         if not is_harmless:
             vet(definition, self._special_tokens())
-        start = llguidance().LLMatcher(vocabulary, definition, log_level=0, limits=limits())
+
+        def recompile() -> LLMatcher:
+            made: LLMatcher = llguidance().LLMatcher(vocabulary, definition, log_level=0, limits=limits())
+            return made
+
+        start = recompile()
         if not start.is_error():
             start.compute_bitmask()  # some errors show only at the first token
         if start.is_error():
             raise InvalidParameter(f"the grammar cannot be compiled: {reason(start.get_error())}")
-        compiled = CompiledGrammar(start, -(-vocabulary.vocab_size // 32))
+        compiled = CompiledGrammar(start, -(-vocabulary.vocab_size // 32), recompile if is_harmless else None)
         self._keep(grammar, compiled)
         return compiled
 
@@ -114,6 +114,17 @@ class GrammarCompiler:
             while len(self._kept) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
                 oldest, _ = self._kept.popitem(last=False)
                 self._num_characters -= len(oldest.text)
+
+    def _bound_copies(self, newest: CompiledGrammar) -> None:
+        """Grammars that were used longest ago lose their further copies first."""
+        with self._lock:
+            num_more = sum(compiled.num_copies - 1 for compiled in self._kept.values())
+            for compiled in self._kept.values():
+                if num_more <= MAX_KEPT_COPIES:
+                    return
+                if compiled is not newest:
+                    num_more -= compiled.num_copies - 1
+                    compiled.drop_copies()
 
     def _special_tokens(self) -> list[str]:
         tokenizer = self._tokenizer

@@ -2,12 +2,11 @@
 
 A grammar advances by a token as soon as the host knows it, which may be before the request receives that token: the
 next step's tokens are sampled in between. The matchers of one step run in parallel on the library's threads, without
-Python's lock.
+Python's lock. Those of one copy of a grammar take turns (`compiled`), so they are handed over next to each other.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.engine.constraint.compiler import CompiledGrammar
+from kvtier.engine.constraint.compiled import CompiledGrammar, GrammarCopy, num_mask_threads
 from kvtier.engine.constraint.library import llguidance
 from kvtier.engine.constraint.mask_thread import MaskThread
 from kvtier.engine.constraint.vetting import reason
@@ -26,7 +25,6 @@ from kvtier.errors import AnswerFailed
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-_MAX_THREADS = 16
 _FEW_TOKENS = 8
 """Waking threads takes as long as advancing this many matchers."""
 _WORD_BITS = 32
@@ -60,6 +58,7 @@ class _Constraint:
     """One answer's position in its grammar. The matcher has consumed `num_taken` of its tokens."""
 
     compiled: CompiledGrammar
+    copy: GrammarCopy | None = None
     matcher: LLMatcher | None = None
     num_taken: int = 0
     end: int | None = None
@@ -70,6 +69,12 @@ class _Constraint:
     @property
     def is_over(self) -> bool:
         return self.end is not None or self.failed_at is not None
+
+    def leave(self) -> None:
+        """Return its copy of the grammar."""
+        if self.copy is not None:
+            self.copy.give_back()
+            self.copy = None
 
 
 class Constraints:
@@ -93,7 +98,11 @@ class Constraints:
 
     def forget(self, request: Request) -> None:
         """After the last request, the thread ends too."""
-        if self._constraints.pop(request, None) is not None and not self._constraints:
+        constraint = self._constraints.pop(request, None)
+        if constraint is None:
+            return
+        constraint.leave()
+        if not self._constraints:
             self._thread.close()
 
     def close(self) -> None:
@@ -104,6 +113,7 @@ class Constraints:
         """Return to the tokens that the request has."""
         constraint = self._constraints.get(request)
         if constraint is not None:
+            constraint.leave()
             self._constraints[request] = _Constraint(constraint.compiled)
 
     def waits_for_tokens(self, requests: Iterable[Request]) -> bool:
@@ -123,6 +133,7 @@ class Constraints:
                 moved.append((request, constraint, self._matcher(request, constraint), token_id))
         if not moved:
             return
+        moved.sort(key=lambda one: id(one[1].copy))
         if len(moved) <= _FEW_TOKENS:
             taken = [matcher.consume_token(token_id) for _, _, matcher, token_id in moved]
         else:
@@ -159,6 +170,7 @@ class Constraints:
         masks = make(len(rows), moving[0][3].compiled.num_words)
         masks.rows[:] = rows
         words = masks.words
+        moving.sort(key=lambda one: id(one[3].copy))
         pairs = [(matcher, place) for matcher, place, _, _ in moving]
         where = (words.ctypes.data, 4 * words.shape[1], len(words))
         executor = self._get_executor()
@@ -195,7 +207,8 @@ class Constraints:
     def _matcher(self, request: Request, constraint: _Constraint) -> LLMatcher:
         """The matcher. A new one, at first or after a rewind, consumes the answer so far."""
         if constraint.matcher is None:
-            constraint.matcher = constraint.compiled.matcher()
+            constraint.copy = constraint.compiled.take_copy()
+            constraint.matcher = constraint.copy.matcher()
             tokens = request.output_tokens
             constraint.num_taken = len(tokens)
             if not constraint.matcher.consume_tokens(tokens):
@@ -228,6 +241,5 @@ class Constraints:
 
     def _get_executor(self) -> LLExecutor:
         if self._executor is None:
-            num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) - 1))
-            self._executor = llguidance().LLExecutor(num_threads)
+            self._executor = llguidance().LLExecutor(num_mask_threads())
         return self._executor

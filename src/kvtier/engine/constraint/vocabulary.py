@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,10 @@ _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{count}}}" for count in (10, 1
 """Sets of tokens that are allowed or forbidden together: the library's own, and two more for texts that are nearly as
 long as a schema allows. Only the other tokens are tried one by one, which takes a millisecond for 150,000."""
 
+_MAX_KEPT_TEXTS = 2048
+MAX_KEPT_CHARACTERS = 128
+"""Forced texts are few: names of properties, from each of their characters on. Longer ones are tokenized each time."""
+
 
 class _Tokens:
     """The tokenizer interface of llguidance, which defines the names. Any thread calls it, with Python's lock."""
@@ -31,12 +36,17 @@ class _Tokens:
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         special = tokenizer.special_token_ids | set(eos_token_ids)
         self.special_token_ids = sorted(token_id for token_id in special if token_id < vocab_size)
+        self._kept = functools.lru_cache(_MAX_KEPT_TEXTS)(self._tokenize)
 
     def __call__(self, text: str) -> list[int]:
         """The tokens of a `text` that a grammar forces. They spell it exactly.
 
-        Some tokenizers put a space before every text; then the text is split greedily, longest token first.
+        Threads of the library call it while they make masks, and wait for Python's lock, so the last texts are kept.
         """
+        return self._kept(text) if len(text) <= MAX_KEPT_CHARACTERS else self._tokenize(text)
+
+    def _tokenize(self, text: str) -> list[int]:
+        """Some tokenizers put a space before every text; then the text is split greedily, longest token first."""
         found = self._tokenizer.encode(text, add_special_tokens=False)
         size = len(self.tokens)
         if b"".join(self.tokens[one] if one < size else b"" for one in found) == text.encode():

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvtier.engine.constraint import compiler, library
-from kvtier.engine.constraint.compiler import CompiledGrammar, GrammarCompiler
+from kvtier.engine.constraint.compiled import CompiledGrammar
+from kvtier.engine.constraint.compiler import GrammarCompiler
 from kvtier.engine.constraint.vetting import is_plain
 from kvtier.engine.grammar import JSON_OBJECT, Grammar, lark_inside, lark_text
 from kvtier.errors import InvalidParameter
@@ -38,14 +39,14 @@ def schema_of(schema: Mapping[str, Any]) -> Grammar:
 
 def takes(compiled: CompiledGrammar, text: str) -> bool:
     """Whether `text` is a whole sentence of the grammar."""
-    matcher = compiled.matcher()
+    matcher = compiled.take_copy().matcher()
     tokens = list(text.encode())
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 def test_answers_of_one_grammar_do_not_disturb_each_other(grammars: GrammarCompiler) -> None:
     compiled = grammars.compile(Grammar("regex", "abc"))
-    first, second = compiled.matcher(), compiled.matcher()
+    first, second = compiled.take_copy().matcher(), compiled.take_copy().matcher()
 
     assert first.consume_token(ord("a"))
     assert second.consume_token(ord("a"))
@@ -227,7 +228,7 @@ def test_no_grammar_hangs_or_takes_much_memory(grammars: GrammarCompiler, name: 
 
 
 def _write(compiled: CompiledGrammar) -> None:
-    matcher = compiled.matcher()
+    matcher = compiled.take_copy().matcher()
     for number in range(40):
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_stopped():

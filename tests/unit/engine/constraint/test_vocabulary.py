@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_special_tokens_are_no_text(tiny: Tokenizer) -> None:
 def test_ids_without_a_token_are_never_allowed(tiny: Tokenizer) -> None:
     compiled = GrammarCompiler(tiny, VOCAB_SIZE, [END]).compile(Grammar("regex", "(?s).{1,9}"))
 
-    allowed = int.from_bytes(compiled.matcher().compute_bitmask(), "little")
+    allowed = int.from_bytes(compiled.take_copy().matcher().compute_bitmask(), "little")
 
     assert allowed >> ord("a") & 1
     assert not allowed >> 266, "the tokenizer has 266 tokens"
@@ -63,14 +64,14 @@ def test_ids_without_a_token_are_never_allowed(tiny: Tokenizer) -> None:
 def test_every_end_of_text_ends_an_answer(tiny: Tokenizer) -> None:
     compiled = GrammarCompiler(tiny, VOCAB_SIZE, [END, ROLE, VOCAB_SIZE + 5]).compile(Grammar("regex", "a*"))
 
-    allowed = int.from_bytes(compiled.matcher().compute_bitmask(), "little")
+    allowed = int.from_bytes(compiled.take_copy().matcher().compute_bitmask(), "little")
 
     assert [token for token in range(VOCAB_SIZE) if allowed >> token & 1] == [ord("a"), END, ROLE]
 
 
 def test_forced_text_is_spelled_without_the_blank_that_a_tokenizer_adds(marked: Tokenizer) -> None:
     compiled = GrammarCompiler(marked, 16, [1]).compile(Grammar("lark", 'start: "ab" "ab"'))
-    matcher = compiled.matcher()
+    matcher = compiled.take_copy().matcher()
     text = b""
     while not matcher.is_stopped():
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -79,3 +80,32 @@ def test_forced_text_is_spelled_without_the_blank_that_a_tokenizer_adds(marked: 
         assert matcher.consume_token(token)
 
     assert text == b"abab"
+
+
+class _Counting(Tokenizer):
+    """Counts the texts that it encodes."""
+
+    texts: list[str]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.texts.append(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_a_text_that_a_grammar_forces_is_tokenized_once(tmp_path: Path) -> None:
+    """However many answers it is forced upon; a long one each time, since it would take room."""
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    tokenizer = _Counting(tmp_path)
+    tokenizer.texts = []
+    long = "long" * 40
+    compiled = GrammarCompiler(tokenizer, VOCAB_SIZE, [END]).compile(Grammar("regex", f"(hello|{long})"))
+
+    for text in ("hello", long):
+        for _ in range(3):
+            matcher = compiled.take_copy().matcher()
+            assert matcher.consume_tokens(list(text[:2].encode()))
+            matcher.compute_bitmask()
+
+    counts = Counter(tokenizer.texts)
+    assert {text: count for text, count in counts.items() if len(text) < 10} == {"ello": 1}
+    assert {count for text, count in counts.items() if len(text) > 128} == {3}
