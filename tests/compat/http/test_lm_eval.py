@@ -94,6 +94,6 @@ def _of_lm_eval(stand: Stand, folder: Path, sends_tokens: bool) -> Mapping[tuple
 
 def _of_transformers(stand: Stand, asked: list[tuple[str, str]]) -> list[tuple[float, bool]]:
     command = [stand.python, "-c", _TRANSFORMERS, f"{stand.folder}/{_MODEL}"]
-    ended = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=240)
+    ended = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr
     return [(logprob, is_greedy) for logprob, is_greedy in json.loads(ended.stdout)]
