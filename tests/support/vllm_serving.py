@@ -59,12 +59,13 @@ class FakeVllm:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
+        """Returns once it answers, or has ended at a request that was waiting for an engine."""
         self.stop()
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_SERVER), "--uds", str(self.path), "--served-model-name", MODEL],
             stdout=subprocess.DEVNULL,
         )
-        wait_until(lambda: _get(self.path, "/health") is not None, "a fake vLLM")
+        wait_until(lambda: not self.is_running or _get(self.path, "/health") is not None, "a fake vLLM")
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)

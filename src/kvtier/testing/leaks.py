@@ -1,4 +1,4 @@
-"""A pytest plugin that fails tests that leave threads, descriptors, child processes or shared memory behind.
+"""A pytest plugin that fails tests that leave threads, descriptors, child processes, shared memory or blocked signals.
 
 Only resources of this process count: files in `/dev/shm` only if it created them, or if it or a descendant has mapped
 them. Off unless a project enables it with `kvtier_leaks = true` in its pytest settings.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -27,7 +28,10 @@ _created: set[str] = set()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
-        "kvtier_leaks", "fail tests that leave threads, descriptors, children or shared memory", "bool", False
+        "kvtier_leaks",
+        "fail tests that leave threads, descriptors, children, shared memory or blocked signals",
+        "bool",
+        False,
     )
 
 
@@ -49,12 +53,13 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def held() -> set[str]:
-    """The names of the resources that this process has now."""
+    """The names of the resources that this process has now, and the signals that this thread blocks."""
     return {
         *(f"thread {thread.name} {thread.ident}" for thread in threading.enumerate() if _is_ours(thread)),
         *_descriptors(),
         *(f"child {pid}" for pid in _children(os.getpid())),
         *_shared_memory(),
+        *(f"signal {number} blocked" for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ leaks._PATIENCE_S = 0.05
 
 LEAKS = """
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -68,6 +70,10 @@ def test_shared_memory():
     kept.append(path)
 
 
+def test_blocked_signal():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+
+
 def test_clean_again():
     pass
 
@@ -95,7 +101,7 @@ def test_a_test_that_leaves_something_fails_and_names_it(pytester: pytest.Pytest
 
     result = pytester.runpytest_subprocess("-v")
 
-    result.assert_outcomes(passed=7, errors=5)
+    result.assert_outcomes(passed=8, errors=6)
     result.stdout.fnmatch_lines(
         [
             "left behind: thread kvtier-left *",
@@ -103,6 +109,7 @@ def test_a_test_that_leaves_something_fails_and_names_it(pytester: pytest.Pytest
             "left behind: fd * socket:*",
             "left behind: child *",
             "left behind: /dev/shm/kvtier-left-*",
+            f"left behind: signal {int(signal.SIGUSR2)} blocked",
         ]
     )
     result.stdout.fnmatch_lines(["*::test_clean PASSED*", "*::test_clean_again PASSED*"])
@@ -122,7 +129,7 @@ def test_a_project_that_does_not_ask_is_left_alone(pytester: pytest.Pytester) ->
     pytester.makeini(SETTINGS.format(enabled="false"))
     pytester.makepyfile(LEAKS)
 
-    pytester.runpytest_subprocess().assert_outcomes(passed=7)
+    pytester.runpytest_subprocess().assert_outcomes(passed=8)
 
 
 def test_what_is_ending_is_waited_for(pytester: pytest.Pytester) -> None:

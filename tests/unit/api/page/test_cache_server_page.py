@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import ssl
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
-from click.testing import CliRunner
 
 from kvtier.api.page.cache_reader import CacheReader
 from kvtier.api.page.cache_server_view import CacheServerView
@@ -19,7 +20,6 @@ from kvtier.api.page.curve_cache import CurveCache
 from kvtier.api.page.standalone import PageServer
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
-from kvtier.cli.main import main
 from kvtier.client.client import CacheClient
 from kvtier.errors import ConfigError
 from kvtier.tiers.explanation import Explanation, MatchEnd
@@ -27,7 +27,7 @@ from kvtier.tiers.parting import How, Parting
 from kvtier.transport.address import TcpAddress, UnixAddress
 from tests.support.actors import chain, open_client, payloads
 from tests.support.certificates import make_certificate, needs_openssl
-from tests.support.waiting import wait_until
+from tests.support.waiting import LIMIT_S, wait_until
 
 LOOPBACK = TcpAddress("127.0.0.1", 0)
 
@@ -168,10 +168,11 @@ def test_a_page_for_other_hosts_is_no_way_around_an_encrypted_port(tmp_path: Pat
         "0.0.0.0:0",
     ]
     arguments += ["--token-file", str(tmp_path / "token"), "--tcp-secret-file", str(tmp_path / "secret")]
-    found = CliRunner().invoke(main, ["cache-server", *arguments])
+    command = [sys.executable, "-m", "kvtier", "cache-server", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
-    assert found.exit_code == 1
-    assert "a page on 0.0.0.0 needs --tls-cert" in found.output
+    assert ended.returncode == 1
+    assert "a page on 0.0.0.0 needs --tls-cert" in ended.stderr
 
 
 def test_a_certificate_that_cannot_be_used_is_said_in_a_sentence(server: CacheServer, tmp_path: Path) -> None:
