@@ -28,7 +28,7 @@ from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.testing.tiny_models import save_tiny_model
 from kvtier.tiers.cluster import ClusterTier, open_cluster_tier
 from kvtier.tiers.cluster_explaining import AskedCluster
-from kvtier.tiers.explaining import explain, explain_request
+from kvtier.tiers.explaining import explain, explain_request, look_again
 from kvtier.tiers.explanation import Explanation, MatchEnd
 from tests.support.clustered_servers import SEGMENT, cluster_flags, num_stored
 from tests.support.tiered_engines import open_engine, settled
@@ -188,6 +188,19 @@ def test_a_tenants_namespaces_are_neither_described_nor_shown(cluster: ValkeyClu
             assert [known.digest for known in alice.known_namespaces()] == [fields().digest().hex()]
     with asked(cluster) as cluster_itself:
         assert [known.digest for known in cluster_itself.known_namespaces()] == [theirs.digest().hex()]
+
+
+def test_an_engines_own_fields_need_not_be_in_the_cluster(cluster: ValkeyCluster) -> None:
+    """They are written behind its first blocks, and a question may come before."""
+    theirs = fields(salt="theirs")
+    with engine_on_a_host(cluster, theirs) as other:
+        store(other, theirs)
+    with asked(cluster) as cluster_itself:
+        without = look_again(cluster_itself, a_note(fields()))
+        found = look_again(cluster_itself, a_note(fields()), fields().document())
+
+    assert without.detail.endswith("whose fields are unknown")
+    assert found.detail.endswith("which differs in salt")
 
 
 @pytest.mark.slow

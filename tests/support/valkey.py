@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import signal
 import socket
@@ -26,6 +27,7 @@ from tests.support.waiting import wait_until
 
 _CALL_S = 30.0
 _START_TRIES = 5
+_MEET_AGAIN_S = 20.0
 _LOOPBACK = "127.0.0.1"
 _PLAIN = Access(plaintext=True)
 
@@ -195,12 +197,7 @@ class ValkeyCluster:
             slots = [slot for slot in range(NUM_SLOTS) if slot * count // NUM_SLOTS == number]
             self.call(node, b"CLUSTER", b"ADDSLOTSRANGE", b"%d" % slots[0], b"%d" % slots[-1])
             self.call(node, b"CLUSTER", b"SET-CONFIG-EPOCH", b"%d" % (number + 1))
-        for node in self.nodes[1:]:
-            bus = self.call(node, b"CONFIG", b"GET", b"cluster-port")
-            assert isinstance(bus, list)
-            assert isinstance(bus[1], bytes)
-            self.call(self.primaries[0], b"CLUSTER", b"MEET", node.ip.encode(), b"%d" % node.port, bus[1])
-        wait_until(lambda: all(self._knows(node, len(self.nodes)) for node in self.nodes))
+        self._meet()
         for number, replica in enumerate(self.replicas):
             primary_id = self.call(self.primaries[number % count], b"CLUSTER", b"MYID")
             assert isinstance(primary_id, bytes)
@@ -219,6 +216,26 @@ class ValkeyCluster:
             self.call(source, b"MIGRATE", target.ip.encode(), port, b"", b"0", b"60000", b"KEYS", *keys)
         for node in (target, source):
             self.call(node, b"CLUSTER", b"SETSLOT", number, b"NODE", target_id)
+
+    def _meet(self) -> None:
+        """Until all nodes know each other. On a busy machine a node may give up before the other has answered."""
+        first = self.primaries[0]
+        asked_at = -math.inf
+
+        def have_met() -> bool:
+            nonlocal asked_at
+            if all(self._knows(node, len(self.nodes)) for node in self.nodes):
+                return True
+            if time.monotonic() - asked_at > _MEET_AGAIN_S:
+                asked_at = time.monotonic()
+                for node in self.nodes[1:]:
+                    bus = self.call(node, b"CONFIG", b"GET", b"cluster-port")
+                    assert isinstance(bus, list)
+                    assert isinstance(bus[1], bytes)
+                    self.call(first, b"CLUSTER", b"MEET", node.ip.encode(), b"%d" % node.port, bus[1])
+            return False
+
+        wait_until(have_met, "all nodes know each other")
 
     def _knows(self, node: ValkeyNode, num_nodes: int) -> bool:
         return f"cluster_known_nodes:{num_nodes}\r\n" in self.info(node)

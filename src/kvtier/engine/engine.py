@@ -85,6 +85,7 @@ class Engine:
         vocab_size = parts.loaded.config.vocab_size
         self.grammars = GrammarCompiler(parts.tokenizer, vocab_size, parts.eos_token_ids)
         self._constraints = Constraints(vocab_size, parts.eos_token_ids, self.grammars.drop)
+        self._namespace_fields = parts.namespace_fields
         self.runner = make_runner(config, parts)
         self._latency_guard = LatencyGuard()
         self.transfer, self._timer = make_transfer(config, parts, self.runner, self.name, self._latency_guard)
@@ -634,7 +635,7 @@ class Engine:
         """
         explanation = self._explanations.of(request_id)
         asked = None if self._hierarchy is None else self._hierarchy.asked
-        return explanation if asked is None else look_again(asked, explanation)
+        return explanation if asked is None else look_again(asked, explanation, self._namespace_fields.document())
 
     def forget(self, request_id: str) -> None:
         """Its outputs were read."""

@@ -83,11 +83,14 @@ def explain_request(client: CacheClient, request_id: str) -> Explanation | None:
     return look_again(client, Explanation.from_json(text))
 
 
-def look_again(asked: Asked, explanation: Explanation) -> Explanation:
-    """The same, unless the first block of a request was never stored: other namespaces are asked for it now."""
+def look_again(asked: Asked, explanation: Explanation, fields: Mapping[str, object] | None = None) -> Explanation:
+    """The same, unless the first block of a request was never stored: other namespaces are asked for it now.
+
+    `fields` are those of the request's namespace, if the caller knows them.
+    """
     if explanation.ended_at_tokens:
         return explanation
-    return _with_other_namespaces(asked, explanation, explanation.first_tokens, None)
+    return _with_other_namespaces(asked, explanation, explanation.first_tokens, fields)
 
 
 @dataclass(frozen=True, slots=True)
