@@ -212,15 +212,6 @@ _BY_RESULT = [
             "over_lmcache_get": "get, times the speed of valkey-glide",
             "over_lmcache_put": "put, times the speed of valkey-glide",
             "match_over_lmcache": "match, times the speed of valkey-glide",
-            "client_cpu_s_per_gb": "CPU seconds per GB",
-            "dead_shard_match_ms": "match with a dead node, ms",
-            "prefix_hits_of_ideal": "prefix hits of a cluster that is too small, of the ideal",
-        },
-    ),
-    (
-        "The client of such a cluster, on a newer version and another machine, two busy cores, without valkey-glide",
-        "cpu_valkey_client",
-        {
             "client_cpu_s_per_gb_put": "put, CPU seconds per GB",
             "client_cpu_s_per_gb_get": "get, CPU seconds per GB",
             "client_cpu_s_per_gb": "the larger of both",
@@ -283,7 +274,7 @@ _BY_RESULT = [
         },
     ),
     (
-        "Warmed, restarted, asked: a document of 8,000 tokens, two cores, the model of the demo (busy machine)",
+        "Warmed, restarted, asked: a document of 8,000 tokens, two cores, the model of the demo",
         "cpu_test_warm",
         {
             "warmed_x": "first token from disk after `kvtier warm`: times faster than computing",
@@ -301,7 +292,7 @@ _BY_RESULT = [
         },
     ),
     (
-        "The page with 100,000 blocks and 1,000 requests a minute, two cores (busy machine)",
+        "The page with 100,000 blocks and 1,000 requests a minute, two cores",
         "cpu_test_page",
         {
             "update_ms": "an update, ms of CPU in the server",
