@@ -225,7 +225,7 @@ _BY_RESULT = [
         },
     ),
     (
-        "A prompt that another host has computed, through two cache servers and a Valkey cluster, two busy cores",
+        "A prompt that another host has computed, through two cache servers and a Valkey cluster, two cores",
         "cpu_two_hosts",
         {
             "cluster_of_compute": "first token, over computing, worst of 256, 1,024 and 2,048 tokens",
@@ -266,7 +266,7 @@ _BY_RESULT = [
         },
     ),
     (
-        "CPU time of match, set and eviction of 512 blocks, the adaptive policy over LRU (busy machine)",
+        "CPU time of match, set and eviction of 512 blocks, the adaptive policy over LRU",
         "cpu_eviction_cost",
         {
             "adaptive_over_lru_8192": "in a pool of 8,192 blocks",
