@@ -356,9 +356,10 @@ class AdaptivePolicy(Generic[_Block]):
         blocks = run.blocks
         num_wanted = min(count, run.num_live)
         if len(blocks) == run.num_live:
-            popped = blocks[-num_wanted:]
+            first = len(blocks) - num_wanted
+            popped = blocks[first:]
             popped.reverse()
-            del blocks[-num_wanted:]
+            del blocks[first:]
         else:
             popped = []
             while len(popped) < num_wanted:

@@ -109,7 +109,7 @@ class Inventory:
             }
 
     def _pinnable(self, tenant: Tenant) -> dict[str, float]:
-        """What may be pinned in memory besides what is; nothing if blocks leave memory for the disk anyway."""
+        """How much more may be pinned in memory; nothing if pinned blocks leave memory for the disk anyway."""
         if self._max_pinned_units is None:
             return {}
         share = tenant.memory

@@ -1,4 +1,4 @@
-"""The masks of a step on their way to the device: written once, where a kernel reads them. The runner's thread owns it.
+"""Uploads the masks of a step from the memory in which they were made. The runner's thread owns it.
 
 They are uploaded beside the forward pass whose logits they are for, on a stream of their own. Half a megabyte for 32
 rows of a large vocabulary would otherwise hold up sampling.
@@ -24,7 +24,7 @@ _ALIGN_BYTES = 16
 
 
 class MaskUpload:
-    """For each step: `make`, `upload`, and `done` once what reads the masks was launched."""
+    """For each step, call `make`, `upload`, and `done` once the kernels that read the masks are launched."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -33,7 +33,7 @@ class MaskUpload:
         self._lane: _Lane | None = None
 
     def make(self, num_rows: int, num_words: int) -> TokenMasks:
-        """Memory for masks, for this step alone."""
+        """Memory for the masks of this step."""
         row_bytes = _row_bytes(num_rows)
         num_bytes = row_bytes + 4 * num_rows * num_words
         host = self._room(-(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES)
@@ -42,7 +42,7 @@ class MaskUpload:
         return TokenMasks(rows, words)
 
     def upload(self, masks: TokenMasks) -> AllowedTokens:
-        """Masks that `make` made. What the current stream runs next waits for them."""
+        """Upload masks from `make`. Kernels launched on the current stream from now on wait for them."""
         num_rows, num_words = masks.words.shape
         if self._slot is None:
             return AllowedTokens(torch.from_numpy(masks.rows), torch.from_numpy(masks.words))
@@ -56,7 +56,7 @@ class MaskUpload:
         return AllowedTokens(rows, buffer[start:size].view(torch.int32).view(num_rows, num_words))
 
     def done(self) -> None:
-        """The current stream does not read this step's masks behind what was launched so far."""
+        """No kernel launched from now on reads this step's masks."""
         if self._lane is not None:
             self._lane.free.record()
 
@@ -76,7 +76,7 @@ class _Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.free = torch.cuda.Event()
-        """Recorded behind the last reader of the memory."""
+        """Recorded after the last kernel that reads the memory."""
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._arrived = torch.cuda.Event()

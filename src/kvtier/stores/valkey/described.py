@@ -1,9 +1,9 @@
-"""What the namespaces in a cluster cover, for whoever asks why a prompt missed: never read on a request's way.
+"""Descriptions of the namespaces in a cluster, which explain why a prompt missed. Requests never read them.
 
-`kvt1:{<namespace>}:fields` describes one namespace. `kvt1:{namespaces}` lists the namespaces that hosts have stored
-blocks in, the latest first, so that they are found without a walk over all keys. Both are written when a host first
-stores a block of a namespace, and again now and then. Everything is best effort, and what is there may be anything:
-what cannot be read is left out. Thread-safe.
+`kvt1:{<namespace>}:fields` describes one namespace. `kvt1:{namespaces}` lists the namespaces in which hosts have stored
+blocks, the latest first, so that they are found without a walk over all keys. A host writes both when it first stores a
+block of a namespace, and renews them from time to time. Writing is best effort, and a key may hold anything: values
+that cannot be read are left out. Thread-safe.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_LISTED = 128
 _MAX_FIELDS_CHARS = 64 << 10
 _MAX_VALUE_BYTES = 96 << 10
 _MAX_READ_BYTES = 512 << 10
-"""Of all descriptions that are read at once."""
+"""The limit for all descriptions that are read at once."""
 _READ_KEYS = 8
 _MAX_NAME_CHARS = 256
 _MAX_BLOCK_TOKENS = 1 << 20
@@ -68,7 +68,7 @@ class _Listed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DescribedNamespaces:
-    """Of one cluster, whose owner closes it."""
+    """The descriptions in one cluster, which its owner closes."""
 
     def __init__(self, cluster: Cluster, *, ttl_s: float, clock: Callable[[], float] = time.time) -> None:
         self._cluster = cluster
@@ -79,7 +79,7 @@ class DescribedNamespaces:
         self._due_at: OrderedDict[Namespace, float] = OrderedDict()
 
     def is_due(self, namespace: Namespace) -> bool:
-        """This process has not described it for a while, and should: so is the next caller not told, for a moment."""
+        """Whether this caller should describe the namespace now. For some seconds, no other caller is asked to."""
         now = self._clock()
         with self._lock:
             if now < self._due_at.get(namespace, now):
@@ -91,7 +91,7 @@ class DescribedNamespaces:
             return True
 
     def describe(self, namespace: Namespace, name: str, block_tokens: int, fields: str, timeout_s: float) -> None:
-        """`fields` are in JSON. Nothing is written of what would be too large; it waits for the cluster."""
+        """Write a description, and wait for the cluster. `fields` are in JSON; too large ones are not written."""
         deadline = time.monotonic() + timeout_s
         if len(fields) > _MAX_FIELDS_CHARS:
             return
@@ -104,7 +104,7 @@ class DescribedNamespaces:
                 self._due_at[namespace] = self._clock() + self._renewal_s
 
     def known(self, timeout_s: float) -> list[DescribedNamespace]:
-        """Those that hosts have described, the latest first. Some are left out if nodes do not answer in time."""
+        """The described namespaces, the latest first. Some are left out if nodes do not answer in time."""
         deadline = time.monotonic() + timeout_s
         listed = list(self._listed(deadline))
         found: list[DescribedNamespace] = []
@@ -123,7 +123,7 @@ class DescribedNamespaces:
     # --- the list --------------------------------------------------------------------------------------------------
 
     def _list(self, namespace: Namespace, until_ms: int, deadline: float) -> bool:
-        """Put it first. Two hosts at once overwrite each other: so the list is read again."""
+        """Put the namespace first. Two hosts may overwrite each other's lists, so the list is read again."""
         for _ in range(_LIST_TRIES):
             listed = self._listed(deadline)
             others = {each: until for each, until in listed.items() if each != namespace}
@@ -193,7 +193,7 @@ class _Key:
 
 
 def _key_in(tag: str, suffix: str = "") -> _Key:
-    """What stands in the braces decides the node."""
+    """A key on the node that its `tag`, the part in braces, decides."""
     return _Key(f"kvt1:{{{tag}}}{suffix}".encode(), slot_of(tag.encode()))
 
 
@@ -202,7 +202,7 @@ def _fields_key(namespace: Namespace) -> _Key:
 
 
 def _read(namespace: Namespace, text: bytes) -> DescribedNamespace | None:
-    """None for anything that no host would have written."""
+    """Decode a description; None for any value that no host would write."""
     try:
         described = msgspec.json.decode(text, type=_Described)
         fields = read_fields(bytes(described.fields).decode())
