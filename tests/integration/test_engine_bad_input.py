@@ -188,9 +188,9 @@ def test_an_unknown_parameter_is_named() -> None:
     ("settings", "sentence"),
     [
         ({"block_sise": 16}, "unknown settings: block_sise; did you mean block_size?"),
-        ({"schedule": "async"}, "schedule must be sync or async-N"),
-        ({"schedule": "async-0"}, "schedule must be sync or async-N"),
-        ({"schedule": "later"}, "schedule must be sync or async-N"),
+        ({"schedule": "async"}, "schedule must be auto, sync or async-N"),
+        ({"schedule": "async-0"}, "schedule must be auto, sync or async-N"),
+        ({"schedule": "later"}, "schedule must be auto, sync or async-N"),
         ({"block_manager": "best"}, "block_manager must be one of naive"),
         ({"block_size": 0}, "block_size must be a positive whole number"),
         ({"block_size": True}, "block_size must be a positive whole number"),

@@ -68,6 +68,16 @@ def test_an_engine_knows_what_it_is(folder: Path) -> None:
     assert hello.weights_bytes == hello.num_parameters * 4
 
 
+@pytest.mark.parametrize(("schedule", "num_late"), [("auto", 0), ("sync", 0), ("async-1", 1), ("async-2", 2)])
+def test_a_token_comes_as_many_steps_late_as_the_schedule_says(folder: Path, schedule: str, num_late: int) -> None:
+    with open_llm(folder, schedule=schedule) as llm:
+        llm.engine.add("one", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+
+        news = [bool(llm.engine.step()) for _ in range(num_late + 1)]
+
+    assert news == [False] * num_late + [True]
+
+
 def test_a_template_that_refuses_a_second_call_is_told(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama", num_layers=1)
     tokenizer = make_tiny_tokenizer()

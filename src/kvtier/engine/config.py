@@ -23,7 +23,8 @@ _MOST = {
     "max_num_batched_tokens": 1 << 20,
     "max_model_len": 100_000_000,
 }
-_SCHEDULE = re.compile(r"sync|async-([1-9][0-9]?)")
+_SCHEDULE = re.compile(r"auto|sync|async-([1-9][0-9]?)")
+_AUTO_STEPS_AHEAD = 2
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,7 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: str = "auto"
     quantization: Literal["fp8"] | None = None
     device: str = "auto"
-    schedule: str = "async-2"
+    schedule: str = "auto"
     block_manager: BlockManagerName = "prefix_caching"
     block_size: int = 16
     max_num_requests: int = 128
@@ -115,7 +116,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.identity not in get_args(IdentityKind):
             raise ConfigError(f"identity must be one of {', '.join(get_args(IdentityKind))}, not {self.identity!r}")
         if not isinstance(self.schedule, str) or not _SCHEDULE.fullmatch(self.schedule):
-            raise ConfigError(f"schedule must be sync or async-N with N from 1 to 99, not {self.schedule!r}")
+            raise ConfigError(f"schedule must be auto, sync or async-N with N from 1 to 99, not {self.schedule!r}")
         if self.block_manager not in get_args(BlockManagerName):
             raise ConfigError(
                 f"block_manager must be one of {', '.join(get_args(BlockManagerName))}, not {self.block_manager!r}"
@@ -127,9 +128,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be more than 0 and at most 1, not {utilization!r}")
 
-    @property
-    def num_steps_ahead(self) -> int:
-        """How many steps may be with the device while the next one is prepared."""
+    def num_steps_ahead(self, device_type: str) -> int:
+        """How many steps may be with the device while the next one is prepared.
+
+        A CPU has computed a step when it is handed over: to hold its tokens back would only make them late.
+        """
+        if self.schedule == "auto":
+            return _AUTO_STEPS_AHEAD if device_type == "cuda" else 0
         found = _SCHEDULE.fullmatch(self.schedule)
         assert found is not None
         return int(found[1] or 0)

@@ -122,6 +122,7 @@ class Engine:
         """The step of which the scheduler knows that it is with the device, while it is being handed over."""
         self._early: list[StepOutput] = []
         """News for callers, made while a step was being handed over."""
+        self._num_steps_ahead = config.num_steps_ahead(parts.arena.device.type)
         self._num_unexplained = 0
         """Failures since the last token for which no single request was to blame."""
         self._log_limit = LogLimit(logger)
@@ -482,7 +483,7 @@ class Engine:
 
     def _step(self) -> list[StepOutput]:
         news: list[StepOutput] = []
-        if len(self._under_way) >= self.config.num_steps_ahead > 1 and self._under_way[-1].is_long:
+        if len(self._under_way) >= self._num_steps_ahead > 1 and self._under_way[-1].is_long:
             # The device has enough to do, and half as many launches in its queue as it holds: waiting for room in the
             # queue also holds up copies. And tokens need not wait until another such step is handed over.
             news = self._look_at_oldest()
@@ -510,7 +511,7 @@ class Engine:
             assert self.transfer.has_tiers or not self.scheduler.has_requests, "requests wait for nothing"
             self.transfer.wait(_TIER_WAIT_S)
             return news
-        if step.is_empty or len(self._under_way) > self.config.num_steps_ahead:
+        if step.is_empty or len(self._under_way) > self._num_steps_ahead:
             news += self._look_at_oldest()
         while self._under_way and self._under_way[0].is_read:
             news += self._look_at_oldest()

@@ -122,8 +122,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Tokens in a block."""
     block_manager: BlockManagerName = "prefix_caching"
     """How the device's blocks are shared between requests; `yoco` also shares blocks that are partly filled."""
-    schedule: str = "async-2"
-    """`sync`, or `async-N`: up to N steps are with the device while the next one is prepared."""
+    schedule: str = "auto"
+    """`sync`, or `async-N`: N steps may be with the device while one is prepared; `auto`: 2 on a GPU, 0 on a CPU."""
     cuda_graphs: bool = True
     """Replay decoding steps as CUDA graphs."""
     salt: str = ""

@@ -113,7 +113,7 @@ def test_a_secret_of_the_wrong_kind_is_not_repeated(refuse: Refuse) -> None:
         ("    engines: 3\n    devices: [cuda:0, cpu]\n", "4: devices must be one per engine: there are 2 for 3"),
         ("    device: cpu\n    devices: [cpu]\n", "4: devices takes the place of device: give one of them"),
         ("    name: ['']\n", "3: name must not be empty"),
-        ("    salt: x\n    schedule: later\n", "4: schedule must be sync or async-N with N from 1 to 99, not 'later'"),
+        ("    salt: x\n    schedule: later\n", "4: schedule must be auto, sync or async-N with N from 1 to 99"),
         ("    block_size: 0\n", "3: block_size must be a positive whole number, not 0"),
         ("    gpu_memory_utilization: 2\n", "3: gpu_memory_utilization must be more than 0 and at most 1, not 2.0"),
         ("    cache_server: http://x\n", "3: cache_server: 'http://x' is not an address: write unix:/path"),
