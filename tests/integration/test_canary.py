@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import logging
@@ -14,6 +15,8 @@ import torch
 from click.testing import CliRunner
 
 from kvtier import LLM, SamplingParams
+from kvtier.api.engine_connection import EngineConnection, ProbeTimes
+from kvtier.api.engines import Engines, ServedModel
 from kvtier.cli.main import main
 from kvtier.engine.client import EngineClient
 from kvtier.engine.config import EngineConfig
@@ -331,6 +334,57 @@ def test_an_admin_sees_what_was_found_and_resumes_loading(model: Path, server: S
     away = CliRunner().invoke(main, ["canary", "--engine", address])
     assert away.exit_code == 1
     assert "no engine answers" in away.output
+
+
+def test_engines_of_a_deployment_that_share_a_namespace_stop_together(
+    model: Path, server: ServerProcess, tmp_path: Path
+) -> None:
+    prompt = prompt_of(13)
+    with open_checked(model, server.unix, dtype="float32", salt="together") as producer:
+        compute(producer, [prompt])
+        plant(producer, server.unix, prompt, 1, _one_layer)
+    with contextlib.ExitStack() as stack:
+        clients, connections = [], []
+        for number, salt in enumerate(("together", "together", "apart")):
+            engine = open_checked(model, server.unix, dtype="float32", salt=salt).engine
+            clients.append(stack.enter_context(EngineClient(engine)))
+            name, path = f"engine-{number}", str(tmp_path / f"{number}.sock")
+            hello = hello_of(engine, name=name, model="tiny", started_at=1.0)
+            serving = EngineServer(clients[-1], engine.prompts, hello, path, [engine.metrics.registry])
+            stack.callback(serving.close)
+            connections.append(EngineConnection(name, path, ProbeTimes(ask_every_s=0.05)))
+        asyncio.run(_stop_together(clients, Engines([ServedModel(["tiny"], connections)]), prompt))
+
+
+async def _stop_together(clients: list[EngineClient], engines: Engines, prompt: list[int]) -> None:
+    finder, other, apart = clients
+    engines.start()
+    try:
+        await asyncio.to_thread(wait_until, lambda: engines.is_ready)
+        assert await _num_cached(finder, prompt)
+        await asyncio.to_thread(
+            wait_until, lambda: all(connection.loading_off for connection in engines.connections[:2])
+        )
+        assert other.loading_off.startswith("the engine engine-0 says that the canary found wrong KV")
+        assert (finder.was_told, other.was_told) == (False, True)
+        assert not await _num_cached(other, prompt)
+
+        for client in (other, finder):
+            await asyncio.to_thread(client.resume_loading)
+        await asyncio.to_thread(
+            wait_until, lambda: not any(connection.loading_off for connection in engines.connections)
+        )
+        assert not other.was_told
+        assert await _num_cached(other, prompt)
+        assert not apart.loading_off
+    finally:
+        await engines.close()
+
+
+async def _num_cached(client: EngineClient, prompt: list[int]) -> int:
+    """Tokens of an answer to `prompt` that did not have to be computed."""
+    submission = client.submit(prompt, SamplingParams(max_tokens=1))
+    return sum((await asyncio.to_thread(submission.wait))[0].cached_tokens.values())
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, "all", True, float("nan")])

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -41,6 +41,7 @@ from kvtier.engine.process.messages import (
     Refused,
     Retained,
     StepOutputs,
+    StopLoading,
     ToEngine,
     Tokenized,
     Warnings,
@@ -204,6 +205,7 @@ class EngineConnection:
 
     `is_hung` while the engine is connected but does not answer, for example because its process is stopped.
     `loading_off` says why it loads nothing from its tiers, if so, as of the last probe a few seconds ago.
+    `on_wrong_kv` is called, in the event loop, when that is news and the engine's own canary is why.
     """
 
     def __init__(self, name: str, socket_path: str, patience: ProbeTimes = DEFAULT_PATIENCE) -> None:
@@ -212,6 +214,7 @@ class EngineConnection:
         self.token_bytes: dict[int, bytes] = {}
         self.is_hung = False
         self.loading_off = ""
+        self.on_wrong_kv: Callable[[EngineConnection], None] | None = None
         self._patience = patience
         self._heard = asyncio.Event()
         self._socket_path = socket_path
@@ -283,6 +286,11 @@ class EngineConnection:
         reply = await self._ask(Detokenize(next(self._numbers), token_ids, skip_special_tokens))
         assert isinstance(reply, Detokenized)
         return reply.text
+
+    def stop_loading(self, because: str) -> None:
+        """Tell the engine to load nothing from its tiers; one that is away has forgotten what it had loaded anyway."""
+        with contextlib.suppress(EngineAway):
+            self._send(StopLoading(next(self._numbers), because))
 
     async def _ask(self, question: EncodedTokenize | Detokenize) -> Tokenized | Detokenized:
         reply: asyncio.Future[Tokenized | Detokenized] = asyncio.get_running_loop().create_future()
@@ -405,7 +413,7 @@ class EngineConnection:
             self._answers[reply.number].explain(reply.parting)
         elif isinstance(reply, (Metrics, Parted, Warnings)):
             if isinstance(reply, Metrics):
-                self.loading_off = reply.loading_off
+                self._note_loading(reply)
             look = self._looks.get(reply.number)
             if look is not None and not look.done():
                 look.set_result(reply)
@@ -422,6 +430,12 @@ class EngineConnection:
         else:
             self.hello = reply
             logger.info("engine %s is connected", self.name)
+
+    def _note_loading(self, reply: Metrics) -> None:
+        is_news = bool(reply.loading_off) and not self.loading_off
+        self.loading_off = reply.loading_off
+        if is_news and not reply.was_told and self.on_wrong_kv is not None:
+            self.on_wrong_kv(self)
 
     def _refuse(self, number: int, error: KvtierError) -> None:
         tokenizing = self._tokenizing.get(number)

@@ -100,6 +100,8 @@ class Engines:
         self.models = models
         self.known = ", ".join([*(model.name for model in models), *others])
         self._by_name = {name: model for model in models for name in model.names}
+        for connection in self.connections:
+            connection.on_wrong_kv = self._stop_loading
 
     @property
     def connections(self) -> list[EngineConnection]:
@@ -116,6 +118,15 @@ class Engines:
     async def close(self) -> None:
         for connection in self.connections:
             await connection.close()
+
+    def _stop_loading(self, found: EngineConnection) -> None:
+        """The canary of one engine found wrong KV: others of its namespace load nothing either."""
+        if found.hello is None:
+            return
+        because = f"the engine {found.name} says that {found.loading_off}"
+        for other in self.connections:
+            if other is not found and other.hello is not None and other.hello.namespace == found.hello.namespace:
+                other.stop_loading(because)
 
     def cut_off(self, sentence: str) -> None:
         """End all requests in flight with an error with this sentence."""

@@ -124,9 +124,10 @@ class _Settling:
 
 
 @dataclass(frozen=True, slots=True)
-class _Resuming:
-    """A `resume_loading` call is waiting."""
+class _Switching:
+    """A `stop_loading` call, or without `off_because` a `resume_loading` call, is waiting."""
 
+    off_because: str
     is_done: Future[None] = field(default_factory=Future)
 
 
@@ -136,7 +137,7 @@ class EngineClient:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._numbers = itertools.count()
-        self._inbox: queue.SimpleQueue[_Arrival | Submission | _Settling | _Resuming | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Arrival | Submission | _Settling | _Switching | None] = queue.SimpleQueue()
         self._served: dict[str, tuple[Submission, PieceSink]] = {}
         self._settlings: list[_Settling] = []
         self._num_requests = 0
@@ -162,6 +163,11 @@ class EngineClient:
     def loading_off(self) -> str:
         """Why nothing is loaded from the tiers; empty while loading is on. Any thread."""
         return self._engine.loading_off
+
+    @property
+    def was_told(self) -> bool:
+        """`loading_off` came from another engine's canary. Any thread."""
+        return self._engine.was_told
 
     @property
     def num_requests(self) -> int:
@@ -257,13 +263,19 @@ class EngineClient:
 
     def resume_loading(self) -> None:
         """Load from the tiers again if the canary had stopped that. Any thread; does nothing once closed."""
-        resuming = _Resuming()
+        self._switch(_Switching(""))
+
+    def stop_loading(self, because: str) -> None:
+        """Load nothing from the tiers: another engine's canary found wrong KV there. Any thread, like its opposite."""
+        self._switch(_Switching(because))
+
+    def _switch(self, switching: _Switching) -> None:
         with self._lock:
             if self._failure is not None or self._is_closed:
                 return
-            self._inbox.put(resuming)
+            self._inbox.put(switching)
         self._engine.wake()
-        resuming.is_done.result()
+        switching.is_done.result()
 
     def close(self, settle_s: float = 0.0) -> None:
         """Abort all requests and end the thread; first store computed blocks, for up to `settle_s` seconds."""
@@ -311,7 +323,7 @@ class EngineClient:
                 self._put(item.sink, [(item.submission.request_id, stopped)])
             elif isinstance(item, _Settling):
                 self._settlings.append(item)
-            elif isinstance(item, _Resuming):
+            elif isinstance(item, _Switching):
                 item.is_done.set_result(None)
         for settling in self._settlings:
             settling.is_settled.set_result(False)
@@ -348,8 +360,11 @@ class EngineClient:
                 self._add(item)
             elif isinstance(item, _Settling):
                 self._settlings.append(item)
-            elif isinstance(item, _Resuming):
-                self._engine.resume_loading()
+            elif isinstance(item, _Switching):
+                if item.off_because:
+                    self._engine.stop_loading(item.off_because)
+                else:
+                    self._engine.resume_loading()
                 item.is_done.set_result(None)
             elif item.request_id in self._served and self._served[item.request_id][0] is item:
                 self._pass_on(self._engine.abort(item.request_id))

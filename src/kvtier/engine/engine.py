@@ -126,6 +126,8 @@ class Engine:
         self._num_unexplained = 0
         """Failures since the last token for which no single request was to blame."""
         self._log_limit = LogLimit(logger)
+        self.was_told = False
+        """Another engine's canary is why nothing is loaded."""
         self.num_steps = 0
         self.schedule_s = 0.0
         logger.info(
@@ -199,7 +201,17 @@ class Engine:
             namespace,
             finding.sentence(),
         )
-        self.transfer.off_because = f"the canary found wrong KV in namespace {namespace}: {finding.sentence()}"
+        self._load_nothing(f"the canary found wrong KV in namespace {namespace}: {finding.sentence()}")
+
+    def stop_loading(self, because: str) -> None:
+        """Load nothing from the tiers: another engine that shares this one's namespace found wrong KV there."""
+        if not self.transfer.off_because:
+            logger.error("canary: nothing is loaded until a restart or `kvtier canary --resume`: %s", because)
+            self.was_told = True
+            self._load_nothing(because)
+
+    def _load_nothing(self, because: str) -> None:
+        self.transfer.off_because = because
         self._counts.is_loading_off = True
         self._rewind([])
 
@@ -208,6 +220,7 @@ class Engine:
         if self.transfer.off_because:
             logger.warning("canary: loading is on again, as requested")
             self.transfer.off_because = ""
+            self.was_told = False
             self._counts.is_loading_off = False
 
     @property

@@ -198,6 +198,13 @@ class ResumeLoading(_Message, frozen=True, tag="resume_loading"):
     number: int
 
 
+class StopLoading(_Message, frozen=True, tag="stop_loading"):
+    """Load nothing from the tiers, as if the engine's own canary had found wrong KV. Answered by `Metrics`."""
+
+    number: int
+    because: str
+
+
 class AskParting(_Message, frozen=True, tag="ask_parting"):
     """Asks where a request's prompt diverged. Answered by `Parted`."""
 
@@ -211,7 +218,7 @@ class AskWarnings(_Message, frozen=True, tag="ask_warnings"):
     number: int
 
 
-ToEngine = Submit | Abort | Tokenize | Detokenize | AskMetrics | AskParting | AskWarnings | ResumeLoading
+ToEngine = Submit | Abort | Tokenize | Detokenize | AskMetrics | AskParting | AskWarnings | ResumeLoading | StopLoading
 
 
 # --- from the engine -------------------------------------------------------------------------------------------------
@@ -311,11 +318,15 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Metrics(_Message, frozen=True, tag="metrics"):
-    """`loading_off` says why nothing is loaded from the tiers; empty while loading is on."""
+    """`loading_off` says why nothing is loaded from the tiers; empty while loading is on.
+
+    `was_told` if it was a `StopLoading` and not the engine's own canary.
+    """
 
     number: int
     families: list[MetricFamily]
     loading_off: str = ""
+    was_told: bool = False
 
 
 class Parted(_Message, frozen=True, tag="parted"):

@@ -51,6 +51,7 @@ from kvtier.engine.process.messages import (
     Retained,
     Sample,
     StepOutputs,
+    StopLoading,
     Submit,
     TextPrompt,
     ToEngine,
@@ -304,18 +305,25 @@ class _ClientConnection:
         elif isinstance(request, AskWarnings):
             self._outbox.put(Warnings(request.number, self._server.warnings.newest()))
         elif isinstance(request, ResumeLoading):
-            self._server.slow_threads.submit(self._resume_loading, request.number)
+            self._server.slow_threads.submit(self._switch_loading, request.number, "")
+        elif isinstance(request, StopLoading):
+            self._server.slow_threads.submit(self._switch_loading, request.number, request.because)
         else:
             self._tell_metrics(request.number)
 
-    def _resume_loading(self, number: int) -> None:
+    def _switch_loading(self, number: int, off_because: str) -> None:
         """Runs in a thread for prompts."""
-        self._server.client.resume_loading()
+        if off_because:
+            self._server.client.stop_loading(off_because)
+        else:
+            self._server.client.resume_loading()
         self._tell_metrics(number)
 
     def _tell_metrics(self, number: int) -> None:
         server = self._server
-        self._outbox.put(Metrics(number, _families(server.registries), server.client.loading_off))
+        self._outbox.put(
+            Metrics(number, _families(server.registries), server.client.loading_off, server.client.was_told)
+        )
 
     def _submit(self, request: Submit) -> None:
         """Runs in a thread for prompts, unless the prompt is already tokens."""

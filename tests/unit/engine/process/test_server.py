@@ -79,6 +79,7 @@ class _FakeClient:
     """Keeps what was submitted and aborted; a test says what comes of it with `say`, as the engine's thread would."""
 
     loading_off = ""
+    was_told = False
 
     def __init__(self) -> None:
         self.prompts: dict[str, tuple[list[int], SamplingParams, str]] = {}
