@@ -193,6 +193,18 @@ def test_pins_come_and_go_and_names_change(server: Running, below: StoringEngine
     assert bad.status_code == 400
 
 
+def test_a_pinned_name_stays_pinned_when_it_is_warmed_again(server: Running, below: StoringEngine) -> None:
+    with http_client(server) as client:
+        warm(client, pin=True)
+        again = warm(client, documents=[DOCUMENT + DOCUMENT])[-1]["prefix"]
+        assert again["is_pinned"]
+        assert below.client.stats()["pinned_bytes"] == again["blocks"] * 4096
+
+        client.post(f"{PREFIXES}/handbook/unpin").raise_for_status()
+        assert not warm(client)[-1]["prefix"]["is_pinned"]
+        assert below.client.stats()["pinned_bytes"] == 0
+
+
 def test_a_pin_that_the_cache_has_lost_is_not_shown(below: StoringEngine) -> None:
     with running("openai", below.config()) as server, http_client(server) as client:
         warm(client, pin=True)

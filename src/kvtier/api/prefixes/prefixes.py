@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -252,12 +252,15 @@ class Prefixes:
         """Yields progress, and at the end the prefix. Raises `HttpError` or `KvtierError` with one sentence.
 
         `prompts` are chats that begin with the text and differ in their questions. One prefix is warmed at a time. If
-        warming is aborted, the blocks computed so far stay cached, without a name.
+        warming is aborted, the blocks computed so far stay cached, without a name. A pinned name stays pinned.
         """
         cache = self.cache_for(order.model)
         await self._in_book(lambda: self._book.check_room(order.name))
         yield Progress(0, 0)
         async with self._warming:
+            known = self._book.get(order.name)
+            if known is not None and known.is_pinned:
+                order = replace(order, pin=True)
             tokens = await common_tokens(self._engines, order.model, prompts)
             num_blocks = check_tokens(tokens, order.model)
             hello = order.model.hello
@@ -358,7 +361,7 @@ class Prefixes:
             pinnable += before.blocks * slot_bytes
         if needed > pinnable:
             sizes = f"{format_size(needed)}, but the cache may pin only {format_size(pinnable)} more"
-            sentence = f"to pin {order.name} takes {sizes}: unpin another prefix, or warm it without a pin"
+            sentence = f"to pin {order.name} takes {sizes}: unpin it or another prefix first"
             raise HttpError(507, sentence, "cannot_pin", "pin")
 
     def _slot_bytes(self, model: ServedModel) -> int:
