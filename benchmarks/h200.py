@@ -131,6 +131,14 @@ PARTS = (
         115,
         ("host_over_device_50", "host_over_device_90", "host_over_device_100", "parts_at"),
     ),
+    Part(
+        "agents",
+        "eviction.replayed",
+        (),
+        ("--requests", "12", "--tokens", "16", "--start", "0"),
+        420,
+        ("hits_adaptive",),
+    ),
     Part("swap-out", "offloading_KV_cache.test_swap_out", _STORE, _STORE_TINY, 120),
     Part("transfer-out", "remote_kv_cache.test_transfer_out", _STORE, _STORE_TINY, 125),
     Part(
