@@ -13,6 +13,7 @@ one. Ends with status 1 if a figure misses its bar.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import gc
@@ -33,9 +34,10 @@ import torch
 
 from benchmarks.eviction.served import TRACE
 from benchmarks.eviction.synthetic import synthetic_traces
-from benchmarks.harness import Result, console, finish, make_parser, print_table, read_options
-from benchmarks.model_configs import SMALL_SHAPE, model_folder
+from benchmarks.harness import Result, console, print_table
+from benchmarks.model_configs import model_folder
 from benchmarks.prefix_caching.engine_stand import kv_bytes_of
+from benchmarks.prefix_caching.options import conclude, device_settings, is_h200, make_parser, parse
 from kvtier import LLM, SamplingParams
 from kvtier.engine.client import EngineClient
 from kvtier.simulate.tiers import share_of_sorted
@@ -46,22 +48,11 @@ BARS = {"rps_over_lru": ">= 1", "mean_ttft_over_lru": "<= 1", "rps_over_none": "
 VARIANTS = ("adaptive", "lru", "none")
 _DEVICE_SHARE, _MEMORY_SHARE, _DISK_SHARE = 1 / 24, 1 / 24, 1 / 12
 """Of the bytes of all different blocks."""
-_SHAPES = {"cuda": ("Qwen2.5-7B", 16_000), "cpu": (SMALL_SHAPE, 4_000)}
-"""By device: the model's shape, and the tokens of the longest prompt."""
+_MAX_TOKENS = {"cuda": 16_000, "cpu": 4_000}
+"""Of a prompt."""
 _BLOCK_TOKENS = 16
 _NUM_OUTPUTS = 16
 _PARAMS = SamplingParams(max_tokens=_NUM_OUTPUTS, temperature=0.0, ignore_eos=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """A block of the trace has `tokens` tokens."""
-
-    device: str
-    shape: str
-    max_tokens: int
-    tokens: int
-    in_flight: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,58 +72,60 @@ class Replayed:
     hit_tokens: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--device", choices=tuple(_SHAPES), default="cuda")
     parser.add_argument("--trace", type=Path, help=f"[default: {TRACE}, if it is there]")
-    parser.add_argument("--requests", type=int, default=800)
     parser.add_argument("--start", type=int, default=2000, help="requests of the trace that are left out before")
+    parser.add_argument("--requests", type=int, default=800)
     parser.add_argument("--tokens", type=int, default=32, help="tokens for a block of the trace, a multiple of 16")
     parser.add_argument("--in-flight", type=int, default=4)
     parser.add_argument("--folder", type=Path, help="where the servers' disks are  [default: the temporary folder]")
-    options, arguments = read_options(parser, ())
+    arguments = parse(parser, argv)
     if arguments.tokens <= 0 or arguments.tokens % _BLOCK_TOKENS:
         parser.error(f"--tokens must be a multiple of {_BLOCK_TOKENS}")
     if min(arguments.requests, arguments.start + 1, arguments.in_flight) <= 0:
-        parser.error("--requests, --start and --in-flight must be positive numbers")
-    setup = Setup(arguments.device, *_SHAPES[arguments.device], arguments.tokens, arguments.in_flight)
+        parser.error("--requests and --in-flight must be at least 1, and --start at least 0")
     path = arguments.trace or (TRACE if TRACE.exists() else None)
-    count = min(arguments.requests, 40) if options.quick else arguments.requests
-    requests = _chosen(path, setup, arguments.start if path else 0, count)
+    requests = _chosen(path, arguments)
     if not requests:
         parser.error("no request of the trace is short enough: give fewer --tokens, or another --start")
-    prompt_tokens = sum(len(request.hashes) for request in requests) * setup.tokens
-    different_tokens = len({number for request in requests for number in request.hashes}) * setup.tokens
     settings = {
-        "shape": setup.shape,
-        "device": torch.cuda.get_device_name() if setup.device == "cuda" else setup.device,
-        "torch": torch.__version__,
+        **device_settings(arguments.device, "wall"),
+        "shape": arguments.model_shape,
         "trace": path.name if path else "made up",
         "start": arguments.start,
         "requests": len(requests),
-        "tokens_a_block": setup.tokens,
-        "prompt_tokens": prompt_tokens,
-        "different_tokens": different_tokens,
-        "in_flight": setup.in_flight,
+        "tokens_a_block": arguments.tokens,
+        "prompt_tokens": sum(len(request.hashes) for request in requests) * arguments.tokens,
+        "different_tokens": len({number for request in requests for number in request.hashes}) * arguments.tokens,
+        "in_flight": arguments.in_flight,
     }
     result = Result("eviction.replayed", settings)
-    console.print(", ".join(f"{name} {value}" for name, value in settings.items()))
+    bars = BARS if is_h200(arguments.device) else {}
+    return conclude(result, arguments, bars, lambda: _measure(arguments, requests, result))
+
+
+def _measure(arguments: argparse.Namespace, requests: Sequence[TracedRequest], result: Result) -> None:
+    console.print(", ".join(f"{name} {value}" for name, value in result.settings.items() if name != "bars"))
+    different_tokens, prompt_tokens = (result.settings[name] for name in ("different_tokens", "prompt_tokens"))
+    assert isinstance(different_tokens, int)
+    assert isinstance(prompt_tokens, int)
     found = {}
     for variant in VARIANTS:
         with tempfile.TemporaryDirectory(prefix="kvtier-replay-", dir=arguments.folder) as folder:
-            found[variant] = _replay(variant, requests, setup, different_tokens, Path(folder))
+            found[variant] = _replay(variant, requests, arguments, different_tokens, Path(folder))
         result.rows.append(_row(variant, found[variant], prompt_tokens))
         console.print(str(result.rows[-1]))
     result.figures = _figures(found, prompt_tokens)
     print_table("requests per second and times to the first token", result.rows)
-    return finish(result, BARS, options.json)
 
 
-def _chosen(path: Path | None, setup: Setup, start: int, count: int) -> list[TracedRequest]:
+def _chosen(path: Path | None, arguments: argparse.Namespace) -> list[TracedRequest]:
     """Requests that are short enough, without the first of them."""
     requests: Sequence[TracedRequest] = synthetic_traces()["chats"] if path is None else by_arrival(read_traces(path))
-    short = (one for one in requests[start:] if 0 < len(one.hashes) * setup.tokens < setup.max_tokens)
-    return list(itertools.islice(short, count))
+    most = _MAX_TOKENS[arguments.device] // arguments.tokens
+    short = (one for one in requests[arguments.start if path else 0 :] if 0 < len(one.hashes) <= most)
+    return list(itertools.islice(short, min(arguments.requests, 40) if arguments.quick else arguments.requests))
 
 
 def _turns(requests: Sequence[TracedRequest], tokens: int, vocab_size: int) -> list[Turn]:
@@ -149,15 +142,17 @@ def _turns(requests: Sequence[TracedRequest], tokens: int, vocab_size: int) -> l
 
 
 def _replay(
-    variant: str, requests: Sequence[TracedRequest], setup: Setup, different_tokens: int, folder: Path
+    variant: str, requests: Sequence[TracedRequest], arguments: argparse.Namespace, different_tokens: int, folder: Path
 ) -> Replayed:
-    token_bytes = kv_bytes_of(setup.shape, _BLOCK_TOKENS, 2 if setup.device == "cuda" else 4) // _BLOCK_TOKENS
+    token_bytes = (
+        kv_bytes_of(arguments.model_shape, _BLOCK_TOKENS, 2 if arguments.device == "cuda" else 4) // _BLOCK_TOKENS
+    )
     all_bytes = different_tokens * token_bytes
-    longest = max(len(request.hashes) for request in requests) * setup.tokens + _NUM_OUTPUTS + 1
+    longest = max(len(request.hashes) for request in requests) * arguments.tokens + _NUM_OUTPUTS + 1
     settings: dict[str, Any] = {
         "load_format": "dummy",
-        "device": setup.device,
-        "dtype": "bfloat16" if setup.device == "cuda" else "float32",
+        "device": arguments.device,
+        "dtype": "bfloat16" if arguments.device == "cuda" else "float32",
         "kv_cache_space": max(int(all_bytes * _DEVICE_SHARE), longest * token_bytes * 5 // 4),
         "max_model_len": longest + _BLOCK_TOKENS,
         "canary_share": 0.0,
@@ -168,14 +163,14 @@ def _replay(
             memory = _kib(max(all_bytes * _MEMORY_SHARE, longest * token_bytes * 5 // 4))
             server = stack.enter_context(cache_server("--eviction", variant, *disk, memory=memory))
             settings["cache_server"] = server.unix
-        model = stack.enter_context(model_folder(setup.shape))
+        model = stack.enter_context(model_folder(arguments.model_shape))
         llm = stack.enter_context(LLM(model, **settings))
-        turns = _turns(requests, setup.tokens, llm.engine.loaded.config.vocab_size)
+        turns = _turns(requests, arguments.tokens, llm.engine.loaded.config.vocab_size)
         client = stack.enter_context(EngineClient(llm.engine))
         client.submit([1] * _BLOCK_TOKENS, _PARAMS).wait()
-        found = _hand_over(client, turns, setup.in_flight)
+        found = _hand_over(client, turns, arguments.in_flight)
     gc.collect()
-    if setup.device == "cuda":
+    if arguments.device == "cuda":
         torch.cuda.empty_cache()
     return found
 

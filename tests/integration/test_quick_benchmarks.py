@@ -25,6 +25,7 @@ QUICK = (
     "objects.test_segments",
     "eviction",
     "eviction.cost",
+    "eviction.replayed",
     "eviction.served",
     "offloading_KV_cache.baseline.test_copies",
     "offloading_KV_cache.baseline.test_prefills",
