@@ -1,4 +1,4 @@
-"""Check the shape of the code: no import cycles, no class that is too large. `make check` runs it.
+"""Check the shape of the code: no import cycles, no class or module that is too large. `make check` runs it.
 
 python scripts/house.py             check `src`
 python scripts/house.py --count     lines of code in `src`, without blanks, comments and docstrings
@@ -19,6 +19,9 @@ MAX_ATTRIBUTES = 15
 LIMITED = ("engine", "transfer", "client", "cacheserver")
 """Packages whose classes are checked. A larger class needs an `EXCUSE`, a comment in its body."""
 EXCUSE = "# As large as it is, since"
+MAX_LINES = 600
+"""Of any module. A longer one needs a `LENGTH_EXCUSE`, a comment on a line of its own; better, it is two nouns."""
+LENGTH_EXCUSE = "# As long as it is, since"
 
 
 def modules_of(source: Path) -> dict[str, Path]:
@@ -95,6 +98,14 @@ def large_classes(path: Path) -> Iterator[str]:
             )
 
 
+def long_modules(modules: dict[str, Path]) -> Iterator[str]:
+    """A sentence for each module over the limit without an excuse."""
+    for path in modules.values():
+        lines = path.read_text().splitlines()
+        if len(lines) > MAX_LINES and not any(line.startswith(LENGTH_EXCUSE) for line in lines):
+            yield f"{path}: {len(lines)} lines; at most {MAX_LINES}"
+
+
 def _attributes_of(node: ast.ClassDef) -> set[str]:
     """Attributes that its methods assign. Fields of values are not counted: a message has as many as it needs."""
     found: set[str] = set()
@@ -137,6 +148,7 @@ def main() -> int:
         return 0
     graph = {name: imports_of(name, path, modules) for name, path in modules.items()}
     problems = [f"these import each other: {', '.join(group)}" for group in circles(graph)]
+    problems += long_modules(modules)
     for name, path in modules.items():
         if name.split(".")[1:2] and name.split(".")[1] in LIMITED:
             problems += large_classes(path)

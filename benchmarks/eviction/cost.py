@@ -19,9 +19,10 @@ import sys
 import time
 
 from benchmarks.harness import Result, finish, make_parser, print_table, read_options
+from kvtier.blocks.block import PrefixIndex
 from kvtier.blocks.eviction import Eviction, eviction_policy
 from kvtier.blocks.hashing import BlockHash
-from kvtier.blocks.pool import BlockPool, PrefixIndex
+from kvtier.blocks.pool import BlockPool
 
 BARS = {"adaptive_over_lru_8192": "<= 1.05", "adaptive_over_lru_65536": "<= 1.05"}
 NUM_BLOCKS = (8192, 65536)

@@ -136,8 +136,8 @@ def find_all(
             assert compute(llm, [prompt]) > 0
             before = checks_of(llm).get("wrong", 0)
             assert check_all(llm).get("wrong", 0) == before + 1, f"{alter.__name__} was not found"
-            assert "wrong KV" in llm.engine.loading_off
-            llm.engine.resume_loading()
+            assert "wrong KV" in llm.engine.loading.off_because
+            llm.engine.loading.resume()
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
@@ -184,8 +184,8 @@ def test_loading_is_off_until_it_is_resumed_and_nothing_that_was_loaded_is_used_
         llm.engine.step()
         assert blocks.num_free_blocks == blocks.num_blocks
 
-        llm.engine.resume_loading()
-        assert not llm.engine.loading_off
+        llm.engine.loading.resume()
+        assert not llm.engine.loading.off_because
     with open_checked(model, server.unix, **settings) as llm:  # as after a restart
         assert compute(llm, [other]) > 0
 
@@ -219,7 +219,7 @@ def test_blocks_that_the_device_has_lost_are_not_checked(model: Path, server: Se
         assert compute(llm, [prompt_of(7)]) > 0
         compute(llm, [prompt_of(8, 380)])
         assert check_all(llm) == {"gone": 1}
-        assert not llm.engine.loading_off
+        assert not llm.engine.loading.off_because
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -246,10 +246,10 @@ def test_a_serving_engine_checks_by_itself_once_it_is_idle(model: Path, server: 
         client.submit(prompt_of(10), SamplingParams(max_tokens=1)).wait()
         wait_until(lambda: checks_of(llm) == {"sound": 1})
         client.submit(prompt_of(11), SamplingParams(max_tokens=1)).wait()
-        wait_until(lambda: bool(llm.engine.loading_off))
+        wait_until(lambda: bool(llm.engine.loading.off_because))
         assert checks_of(llm) == {"sound": 1, "wrong": 1}
         client.resume_loading()
-        assert not llm.engine.loading_off
+        assert not llm.engine.loading.off_because
 
 
 def check_sound(

@@ -16,7 +16,7 @@ from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import CapacityError, TierError
 from kvtier.observe.metrics import TierMetrics
 from kvtier.stores.valkey.config import ClusterConfig
-from kvtier.stores.valkey.node import Access
+from kvtier.stores.valkey.node import NodeAccess
 from kvtier.stores.valkey.slots import slot_of
 from kvtier.testing.tier_contract import LAYOUT, NAMESPACE, chain, fetch_all, payload, payloads
 from kvtier.tiers.cluster import ClusterTier, open_cluster_tier
@@ -252,7 +252,7 @@ def test_a_user_of_its_own_is_enough_and_a_wrong_password_is_one_sentence(
     for node in cluster.primaries:
         cluster.call(node, b"ACL", b"SETUSER", b"kvtier", b"on", b">the right one", *RIGHTS)
         cluster.call(node, b"ACL", b"SETUSER", b"default", b"on", b">an operator", b"resetpass", b">an operator")
-    cluster.access = Access("default", "an operator")
+    cluster.access = NodeAccess("default", "an operator")
     hashes = chain(1, NUM_BLOCKS)
     with opened(cluster, user="kvtier", password="the right one") as tier:
         assert known(tier).offer(hashes, payloads(hashes)) == NUM_BLOCKS

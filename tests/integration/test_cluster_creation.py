@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from kvtier.cli.main import main
 from kvtier.deploy.check.cluster import notes_on_cluster
 from kvtier.stores.valkey.config import ClusterConfig
-from kvtier.stores.valkey.node import Access
+from kvtier.stores.valkey.node import NodeAccess
 from tests.support.valkey import ValkeyNode, valkey_nodes
 
 pytestmark = pytest.mark.slow  # each starts servers
@@ -38,7 +38,7 @@ def test_new_servers_become_a_cluster_that_serves_all_slots(count: int) -> None:
         assert all(b"cluster_slots_ok:16384" in cluster_info(node) for node in nodes)
 
 
-def cluster_info(node: ValkeyNode, access: Access | None = None) -> bytes:
+def cluster_info(node: ValkeyNode, access: NodeAccess | None = None) -> bytes:
     text = node.call(b"CLUSTER", b"INFO", access=access)
     assert isinstance(text, bytes)
     return text
@@ -90,7 +90,7 @@ def test_a_user_with_a_password_creates_it_and_a_wrong_one_does_not(tmp_path: Pa
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("the right one\n")
     wrong.write_text("a wrong one\n")
-    access = Access("default", "the right one")
+    access = NodeAccess("default", "the right one")
     with valkey_nodes(3, *WELL, "--requirepass", "the right one") as nodes:
         refused = create(nodes, "--user", "default", "--password-file", str(wrong))
         assert refused.exit_code == 1

@@ -24,7 +24,7 @@ import pytest
 
 import kvtier
 from kvtier.errors import TierRefused, TierUnavailable
-from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection
+from kvtier.stores.valkey.node import NodeAccess, NodeAddress, NodeConnection
 from kvtier.stores.valkey.resp import Reply, ReplyError, command
 from tests.support.document_code import code_about, code_in
 from tests.support.namespaces import Host, network
@@ -175,7 +175,7 @@ def test_the_user_for_kvtier_may_do_what_is_listed_and_no_more(machines: list[Ma
     one.run(secrets.text)
     one.run(node.text)
     password = (one.folder / "secrets/valkey-kvtier").read_text().strip()
-    user = Access("kvtier", password, plaintext=True)
+    user = NodeAccess("kvtier", password, plaintext=True)
     with one.host.entered():
         wait_until(lambda: answers(one, user))
         for words in ("SET other 1", "FLUSHALL", "CONFIG SET maxmemory 0", "KEYS *", "ACL LIST", "CLUSTER NODES"):
@@ -183,12 +183,12 @@ def test_the_user_for_kvtier_may_do_what_is_listed_and_no_more(machines: list[Ma
             assert isinstance(reply, ReplyError)
             assert reply.code == "NOPERM", words
         assert call(one, user, "CONFIG GET maxmemory") == [b"maxmemory", b"%d" % (64 << 30)]
-        for other in (Access(plaintext=True), Access("operator", password, plaintext=True)):
+        for other in (NodeAccess(plaintext=True), NodeAccess("operator", password, plaintext=True)):
             with pytest.raises(TierRefused, match=r"NOAUTH|WRONGPASS"):
                 call(one, other, "PING")
 
 
-def answers(machine: Machine, access: Access) -> bool:
+def answers(machine: Machine, access: NodeAccess) -> bool:
     """The node that was started listens by now."""
     try:
         return call(machine, access, "PING") is not None
@@ -196,7 +196,7 @@ def answers(machine: Machine, access: Access) -> bool:
         return False
 
 
-def call(machine: Machine, access: Access, words: str) -> Reply:
+def call(machine: Machine, access: NodeAccess, words: str) -> Reply:
     deadline = time.monotonic() + CALL_S
     address = NodeAddress(machine.host.address, 6379)
     with contextlib.closing(NodeConnection(address, access, deadline)) as connection:

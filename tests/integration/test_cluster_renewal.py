@@ -18,7 +18,7 @@ from kvtier.client.client import CacheClient
 from kvtier.stores.valkey.blocks import ClusterBlocks
 from kvtier.stores.valkey.cluster import Cluster
 from kvtier.stores.valkey.config import ClusterConfig
-from kvtier.stores.valkey.node import Access
+from kvtier.stores.valkey.node import NodeAccess
 from kvtier.testing.tier_contract import LAYOUT, NAMESPACE, chain, payloads
 from kvtier.tiers.cluster import ClusterTier
 from kvtier.tiers.hierarchy import Hierarchy
@@ -75,7 +75,7 @@ def is_in_order(cluster: ValkeyCluster, hashes: list[BlockHash]) -> bool:
 
 @contextlib.contextmanager
 def tier_of(cluster: ValkeyCluster, clock: LaterClock) -> Iterator[ClusterTier]:
-    nodes = Cluster(cluster.seeds, Access(plaintext=True))
+    nodes = Cluster(cluster.seeds, NodeAccess(plaintext=True))
     blocks = ClusterBlocks(nodes, NAMESPACE, LAYOUT.block_bytes, ttl_s=TTL_S, segment_blocks=SEGMENT, clock=clock)
     with contextlib.closing(ClusterTier(blocks, LAYOUT, timeout_s=CALL_S)) as tier:
         assert tier.wait_until_known(CALL_S)

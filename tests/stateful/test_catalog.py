@@ -19,11 +19,11 @@ from hypothesis.stateful import (
     rule,
 )
 
+from kvtier.blocks.block import Block, Presence
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import Block, Presence
 from kvtier.cacheserver.catalog import Catalog
 from kvtier.cacheserver.namespaces import MemorySpace
 from kvtier.cacheserver.served_client import Filling, ServedClient

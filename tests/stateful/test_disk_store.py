@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier import BlockHash, Namespace
-from kvtier.stores.disk import DiskStore, StoreSpace, Written
+from kvtier.stores.disk import DiskStore, Written
 from kvtier.stores.folder import MIN_FILE_BYTES
+from kvtier.stores.stored_block import StoreSpace
 from tests.support.examples import examples
 
 _NAMESPACES = [Namespace(bytes([number]) * 32) for number in range(2)]

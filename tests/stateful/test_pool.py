@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from kvtier.blocks.adaptive_policy import AdaptivePolicy
+from kvtier.blocks.block import Block, PrefixIndex, Presence
 from kvtier.blocks.fair_policy import FairPolicy
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.policies import EvictionPolicy, LruPolicy
-from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
+from kvtier.blocks.pool import BlockPool
 from tests.support.examples import examples
 
 NUM_UNITS = 12

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtier.blocks.adaptive_policy import AdaptivePolicy
+from kvtier.blocks.block import Block, PrefixIndex, Presence
 from kvtier.blocks.fair_policy import FairPolicy
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.policies import EvictionPolicy, LruPolicy
-from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
+from kvtier.blocks.pool import BlockPool
 from kvtier.blocks.retention import Retention
 from kvtier.blocks.share import Share
 from tests.support.examples import examples

@@ -1,6 +1,6 @@
 """Scheduler, prompt loading and block managers over tiers that answer, fail and come late in any order.
 
-The simulated device and tiers fail at the first wrong byte: see `tests/support/tier_simulation`. At the end every
+The simulated device and tiers fail at the first wrong byte: see `tests/support/simulated_traffic`. At the end every
 answer is the one that its prompt gets alone, every block and every lease was given back, and nobody waits.
 """
 
@@ -18,7 +18,8 @@ from kvtier.engine.schedule.shared_blocks import SharedBlocks
 from kvtier.transfer.load import Order
 from tests.support.engine_building import CACHING_MANAGERS, MANAGERS, SCORED, checksums
 from tests.support.examples import examples
-from tests.support.tier_simulation import TIERS, SimulatedSegments, TieredEngine
+from tests.support.simulated_traffic import TIERS, SimulatedSegments
+from tests.support.tiered_engine import TieredEngine
 
 MAX_PROMPT = 22
 

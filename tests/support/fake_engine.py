@@ -40,8 +40,8 @@ from kvtier.engine.process.messages import (
     ChatPrompt,
     Detokenize,
     Detokenized,
+    EngineHello,
     FromEngine,
-    Hello,
     MetricFamily,
     Metrics,
     Parted,
@@ -67,7 +67,7 @@ MODEL: Final = "tiny"
 ALIAS: Final = "kvtier/tiny:latest"
 MAX_MODEL_LEN: Final = 1000
 
-HELLO: Final = Hello(
+HELLO: Final = EngineHello(
     engine="engine-0",
     model="tiny",
     architecture="LlamaForCausalLM",
@@ -239,7 +239,7 @@ class FakeEngine:
     numbers of submits) are what was received, in order.
     """
 
-    def __init__(self, path: Path, *, hello: Hello = HELLO, script: Script = echo) -> None:
+    def __init__(self, path: Path, *, hello: EngineHello = HELLO, script: Script = echo) -> None:
         self.path = path
         self.hello = hello
         self.script = script
@@ -501,7 +501,7 @@ def http_client(server: Running, *, key: str | None = None) -> httpx.Client:
 
 @contextlib.contextmanager
 def fake_engine(
-    directory: Path, *, name: str = "engine-0", script: Script = echo, hello: Hello = HELLO
+    directory: Path, *, name: str = "engine-0", script: Script = echo, hello: EngineHello = HELLO
 ) -> Iterator[FakeEngine]:
     """`directory` is best a short one: a Unix socket's path has 107 bytes."""
     engine = FakeEngine(directory / f"{name}.sock", hello=msgspec.structs.replace(hello, engine=name), script=script)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvtier.engine.process.messages import Accepted, Hello, Submit
+from kvtier.engine.process.messages import Accepted, EngineHello, Submit
 from tests.support.fake_engine import HELLO, Script, Step, ending, said
 
 TOOL = {
@@ -20,7 +20,7 @@ TOOL = {
 NUM_PROMPT_TOKENS = 7
 
 
-def hello_with(template: str, special_tokens: dict[str, int] | None = None) -> Hello:
+def hello_with(template: str, special_tokens: dict[str, int] | None = None) -> EngineHello:
     return msgspec.structs.replace(HELLO, chat_template=template, special_tokens=special_tokens or {})
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from kvtier import BlockHash, Namespace
 from kvtier.errors import TierFull
-from kvtier.stores.disk import DiskStore, StoreSpace, Written
+from kvtier.stores.disk import DiskStore, Written
 from kvtier.stores.files import Files
+from kvtier.stores.stored_block import StoreSpace
 
 DATA_NAME = "blocks.kvtier"
 RECORDS_NAME = "records.kvtier"
@@ -93,3 +94,18 @@ def start_of(store: DiskStore, space: StoreSpace, number: int) -> int:
     start = blocks[0].start * UNIT
     store.free(blocks)
     return start
+
+
+def stored_among(store: DiskStore, space: StoreSpace, numbers: range) -> set[int]:
+    flags = store.contains(space, [hash_of(number) for number in numbers])
+    return {number for number, is_there in zip(numbers, flags, strict=True) if is_there}
+
+
+def use(store: DiskStore, space: StoreSpace, number: int) -> bool:
+    blocks = store.match(space, [hash_of(number)])
+    store.free(blocks)
+    return bool(blocks)
+
+
+def size_of(folder: Path) -> int:
+    return sum(max(path.stat().st_size, path.stat().st_blocks * 512) for path in folder.iterdir())

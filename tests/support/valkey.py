@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import KvtierError, ProtocolError, TierTimeout, TierUnavailable
-from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection
+from kvtier.stores.valkey.node import NodeAccess, NodeAddress, NodeConnection
 from kvtier.stores.valkey.resp import Reply, command
 from kvtier.stores.valkey.slots import NUM_SLOTS
 from tests.support.namespaces import Host
@@ -29,7 +29,7 @@ _CALL_S = 30.0
 _START_TRIES = 5
 _MEET_AGAIN_S = 20.0
 _LOOPBACK = "127.0.0.1"
-_PLAIN = Access(plaintext=True)
+_PLAIN = NodeAccess(plaintext=True)
 
 
 def valkey_binary() -> Path:
@@ -62,8 +62,8 @@ class NodeTls:
             *("--tls-replication", "yes"),
         ]
 
-    def access(self, user: str | None = None, password: str | None = None) -> Access:
-        return Access(user, password, ssl.create_default_context(cafile=self.certificate))
+    def access(self, user: str | None = None, password: str | None = None) -> NodeAccess:
+        return NodeAccess(user, password, ssl.create_default_context(cafile=self.certificate))
 
 
 @dataclass
@@ -77,7 +77,7 @@ class ValkeyNode:
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
     _connection: NodeConnection | None = None
-    _connected_as: Access | None = None
+    _connected_as: NodeAccess | None = None
 
     @property
     def address(self) -> NodeAddress:
@@ -132,7 +132,7 @@ class ValkeyNode:
         context = None if self.tls is None else self.tls.access().tls
         return sock if context is None else context.wrap_socket(sock, server_hostname=self.ip)
 
-    def call(self, *words: bytes, access: Access | None = None) -> Reply:
+    def call(self, *words: bytes, access: NodeAccess | None = None) -> Reply:
         """Uses a lasting connection: callers that wait poll a hundred times a second."""
         deadline = time.monotonic() + _CALL_S
         if self._connection is None or self._connected_as != access:
@@ -174,7 +174,7 @@ class ValkeyCluster:
 
     primaries: list[ValkeyNode]
     replicas: list[ValkeyNode] = field(default_factory=list)
-    access: Access = field(default_factory=lambda: _PLAIN)
+    access: NodeAccess = field(default_factory=lambda: _PLAIN)
 
     @property
     def seeds(self) -> list[NodeAddress]:
@@ -288,7 +288,7 @@ def valkey_cluster(
     num_primaries: int = 3,
     num_replicas: int = 0,
     *options: str,
-    access: Access | None = None,
+    access: NodeAccess | None = None,
     hosts: Sequence[Host] = (),
     tls: NodeTls | None = None,
 ) -> Iterator[ValkeyCluster]:

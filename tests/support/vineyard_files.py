@@ -25,6 +25,7 @@ TENSOR_BYTES = 48
 TEMP = "__temp"
 SHARED_CAPACITY = 60 * CHUNK
 FILE_BYTES = 8192
+TOKENS = list(range(100, 100 + 4 * CHUNK))
 
 
 def open_files(

@@ -14,7 +14,7 @@ from kvtier.api.retention import ANYTHING, RetentionRules
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class ApiTenant:
     """The holder of a key, with the key's `name` in the deployment file. Without keys, all clients are one tenant."""
 
     name: str
@@ -24,7 +24,7 @@ class Tenant:
     retention: RetentionRules = ANYTHING
 
 
-_WITHOUT_KEYS = Tenant("", reads_metrics=True, is_admin=True)
+_WITHOUT_KEYS = ApiTenant("", reads_metrics=True, is_admin=True)
 LOGGED_IN = "kvtier.tenant"
 """In a request's scope: its tenant, if a session of the page identifies it (`api/page/guard`)."""
 
@@ -38,7 +38,9 @@ class Access:
         self._keys = [
             (
                 one.key.encode(),
-                Tenant(one.name, _salt_of_key(one), one.metrics or one.admin, one.admin, _retention_of(one, retention)),
+                ApiTenant(
+                    one.name, _salt_of_key(one), one.metrics or one.admin, one.admin, _retention_of(one, retention)
+                ),
             )
             for one in keys
         ]
@@ -47,16 +49,16 @@ class Access:
     def has_keys(self) -> bool:
         return bool(self._keys)
 
-    def tenant(self, request: Request) -> Tenant:
+    def tenant(self, request: Request) -> ApiTenant:
         """Raises `HttpError` for a request without a known key."""
         if not self._keys:
             return self._without_keys
-        logged_in: Tenant | None = request.scope.get(LOGGED_IN)
+        logged_in: ApiTenant | None = request.scope.get(LOGGED_IN)
         return self.holder(_given_key(request)) if logged_in is None else logged_in
 
-    def holder(self, given: str) -> Tenant:
+    def holder(self, given: str) -> ApiTenant:
         """The tenant of a key. Raises `HttpError` for an empty key, and `WrongKey` for an unknown one."""
-        found: Tenant | None = None
+        found: ApiTenant | None = None
         for key, tenant in self._keys:  # compare with all: the time must not reveal how close a guess is
             if hmac.compare_digest(key, given.encode()):
                 found = tenant
@@ -67,36 +69,36 @@ class Access:
             raise kind_of_error(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return found
 
-    def admin(self, request: Request) -> Tenant:
+    def admin(self, request: Request) -> ApiTenant:
         """The tenant of a request that changes what is cached. Raises `HttpError` for a key without `admin`, too."""
         tenant = self.tenant(request)
         check_admin(tenant)
         return tenant
 
-    def reader(self, request: Request) -> Tenant:
+    def reader(self, request: Request) -> ApiTenant:
         """The tenant of a request for data about all keys. Raises `HttpError` for a key without `metrics`, too."""
         tenant = self.tenant(request)
         check_reader(tenant)
         return tenant
 
     @property
-    def tenants(self) -> list[Tenant]:
+    def tenants(self) -> list[ApiTenant]:
         return [tenant for _, tenant in self._keys] or [_WITHOUT_KEYS]
 
-    def tenant_named(self, name: str) -> Tenant | None:
+    def tenant_named(self, name: str) -> ApiTenant | None:
         """The tenant whose key has this name. Without keys, the only tenant has the empty name."""
         if not self._keys:
             return None if name else _WITHOUT_KEYS
         return next((tenant for _, tenant in self._keys if tenant.name == name), None)
 
 
-def check_admin(tenant: Tenant) -> None:
+def check_admin(tenant: ApiTenant) -> None:
     """Raises `HttpError` for a key that may not change what is cached."""
     if not tenant.is_admin:
         raise HttpError(403, "this API key may not change what is cached: it needs admin: true", "no_admin")
 
 
-def check_reader(tenant: Tenant) -> None:
+def check_reader(tenant: ApiTenant) -> None:
     """Raises `HttpError` for a key that may not read data about all keys."""
     if not tenant.reads_metrics:
         raise HttpError(403, "this API key may not read the server's state: it needs metrics: true", "no_metrics")
@@ -124,7 +126,7 @@ def _retention_of(key: ApiKey, usual: RetentionRules) -> RetentionRules:
     return RetentionRules(default_s, usual.priority, key.retained_bytes)
 
 
-def salt_of(tenant: Tenant, cache_salt: str) -> str:
+def salt_of(tenant: ApiTenant, cache_salt: str) -> str:
     """Combine the tenant's and the request's own salt; different pairs give different results."""
     if not tenant.salt and not cache_salt:
         return ""

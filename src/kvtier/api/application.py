@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvtier.api.access import Tenant
+from kvtier.api.access import ApiTenant
 from kvtier.api.body_messages import BodyAsks, BodyLoads, BodyPasses, BodyRefused, ReadBody
 from kvtier.api.engines import ModelCatalog
 from kvtier.api.generation import AnswerEncoder, Generation, GenerationRequest
@@ -104,7 +104,7 @@ class Application(ABC):
         ids = {"x-request-id": request_id} if request_id else {}
         return Response(body, status, {**ids, **(headers or {})}, "application/json")
 
-    def open(self, request: Request, id_prefix: str) -> Tenant:
+    def open(self, request: Request, id_prefix: str) -> ApiTenant:
         """Give a request for answers its id; returns its tenant. Raises `HttpError`."""
         request.state.id = new_id(id_prefix)
         return self.service.tenant(request)
@@ -112,7 +112,7 @@ class Application(ABC):
     async def read(
         self,
         request: Request,
-        tenant: Tenant,
+        tenant: ApiTenant,
         kind: str,
         read: Callable[[JsonBody, ModelCatalog], _Asked],
         read_for_vllm: ReadForVllm,
@@ -166,7 +166,7 @@ class Application(ABC):
             found.grammar_field,
         )
 
-    async def with_prefix(self, asked: GenerationRequest, tenant: Tenant) -> GenerationRequest:
+    async def with_prefix(self, asked: GenerationRequest, tenant: ApiTenant) -> GenerationRequest:
         """Put the text of the named prefix before the conversation. Raises `HttpError` if they do not fit."""
         if not asked.prefix:
             return asked
@@ -176,7 +176,7 @@ class Application(ABC):
         return dataclasses.replace(asked, prompts=[whole])
 
     async def answer(
-        self, request: Request, tenant: Tenant, asked: GenerationRequest, encoder: AnswerEncoder
+        self, request: Request, tenant: ApiTenant, asked: GenerationRequest, encoder: AnswerEncoder
     ) -> Response:
         request_id = request.state.id
         asked = await self.with_prefix(asked, tenant)

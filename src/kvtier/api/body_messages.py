@@ -14,7 +14,7 @@ from kvtier.api.answer_form import PLAIN, AnswerForm
 from kvtier.api.config import AUTO
 from kvtier.api.prompt_form import SILENT, PromptForm
 from kvtier.api.retention import NO_WISH, RetentionWish
-from kvtier.engine.process.messages import Hello
+from kvtier.engine.process.messages import EngineHello
 from kvtier.engine.sampling_params import SamplingParams
 
 OPENAI_CHAT = "openai chat"
@@ -39,7 +39,7 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
 
     names: list[str]
     options: dict[str, object]
-    hello: Hello | None
+    hello: EngineHello | None
     is_vllm: bool = False
     tool_format: str = AUTO
     reasoning_format: str = AUTO

@@ -32,8 +32,8 @@ from kvtier.engine.process.messages import (
     EncodedPrompt,
     EncodedSubmit,
     EncodedTokenize,
+    EngineHello,
     FromEngine,
-    Hello,
     MetricFamily,
     Metrics,
     Parted,
@@ -210,7 +210,7 @@ class EngineConnection:
 
     def __init__(self, name: str, socket_path: str, patience: ProbeTimes = DEFAULT_PATIENCE) -> None:
         self.name = name
-        self.hello: Hello | None = None
+        self.hello: EngineHello | None = None
         self.token_bytes: dict[int, bytes] = {}
         self.is_hung = False
         self.loading_off = ""
@@ -384,7 +384,7 @@ class EngineConnection:
 
     async def _watch(self) -> None:
         """Probe the engine by asking for its metrics; any message counts as a sign of life."""
-        await self._heard.wait()  # before its `Hello` the engine is starting
+        await self._heard.wait()  # before its `EngineHello` the engine is starting
         with contextlib.suppress(EngineAway):
             while True:
                 await asyncio.sleep(self._patience.ask_every_s)

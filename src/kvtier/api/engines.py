@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from kvtier.api.body_messages import ModelSnapshot
 from kvtier.api.config import AUTO
 from kvtier.api.engine_connection import Answers, EngineConnection, PromptRequest
-from kvtier.engine.process.messages import ChatPrompt, EncodedPrompt, Hello, Prompt, TextPrompt, Tokenized
+from kvtier.engine.process.messages import ChatPrompt, EncodedPrompt, EngineHello, Prompt, TextPrompt, Tokenized
 from kvtier.errors import EngineAway, EngineStopped, UnknownModel
 
 _Model = TypeVar("_Model", bound="KnownModel")
@@ -37,7 +37,7 @@ class KnownModel(Protocol):
     def options(self) -> Mapping[str, object]: ...
 
     @property
-    def hello(self) -> Hello | None: ...
+    def hello(self) -> EngineHello | None: ...
 
     @property
     def tool_format(self) -> str: ...
@@ -88,7 +88,7 @@ class ServedModel:
         return self.names[0]
 
     @property
-    def hello(self) -> Hello | None:
+    def hello(self) -> EngineHello | None:
         """The description by the first connected engine; None while none is connected."""
         return next((connection.hello for connection in self.connections if connection.hello is not None), None)
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvtier.api.access import Tenant, salt_of
+from kvtier.api.access import ApiTenant, salt_of
 from kvtier.api.answer_form import PLAIN, AnswerForm
 from kvtier.api.echo import Echo, parts_of
 from kvtier.api.engine_connection import Answers, PromptRequest
@@ -188,7 +188,7 @@ class Generation:
 
     service: Service
     asked: GenerationRequest
-    tenant: Tenant
+    tenant: ApiTenant
     request_id: str
     encoder: AnswerEncoder
 

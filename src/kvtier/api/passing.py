@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvtier.api.access import Tenant, salt_of
+from kvtier.api.access import ApiTenant, salt_of
 from kvtier.api.body_messages import BodyPasses
 from kvtier.api.http_error import HttpError
 from kvtier.api.service import Service
@@ -55,14 +55,14 @@ class PassedBody:
         return self.pieces if self.passes.body is None else [self.passes.body]
 
 
-def salt_maker(tenant: Tenant, *, has_keys: bool) -> _SaltMaker | None:
+def salt_maker(tenant: ApiTenant, *, has_keys: bool) -> _SaltMaker | None:
     """A function that adds the tenant's salt to a body's own, to keep tenants' blocks apart; None without keys."""
     return _SaltMaker(tenant) if has_keys else None
 
 
 @dataclass(frozen=True, slots=True)
 class _SaltMaker:
-    tenant: Tenant
+    tenant: ApiTenant
 
     def __call__(self, cache_salt: str) -> str:
         return salt_of(self.tenant, cache_salt)
@@ -70,7 +70,7 @@ class _SaltMaker:
 
 @contextlib.asynccontextmanager
 async def upstream_answer(
-    service: Service, tenant: Tenant, passed: PassedBody, request_id: str, headers: Headers, query: str = ""
+    service: Service, tenant: ApiTenant, passed: PassedBody, request_id: str, headers: Headers, query: str = ""
 ) -> AsyncIterator[UpstreamAnswer]:
     """A scope with an engine's answer, once its first bytes have arrived; closes it at its end.
 
@@ -103,7 +103,7 @@ async def upstream_answer(
 class Passing:
     """One request that is passed on unchanged."""
 
-    def __init__(self, service: Service, request: Request, tenant: Tenant, passed: PassedBody) -> None:
+    def __init__(self, service: Service, request: Request, tenant: ApiTenant, passed: PassedBody) -> None:
         self._service = service
         self._request = request
         self._tenant = tenant

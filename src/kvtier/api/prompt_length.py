@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvtier.api.limits import CHARACTERS_PER_TOKEN
-from kvtier.engine.process.messages import ChatPrompt, EncodedPrompt, Hello, Prompt, TextPrompt, TokenPrompt
+from kvtier.engine.process.messages import ChatPrompt, EncodedPrompt, EngineHello, Prompt, TextPrompt, TokenPrompt
 from kvtier.errors import PromptTooLong
 
 _BYTES_OF_TOKEN = 3
 """The encoded size of most token ids in a message."""
 
 
-def check_length(prompt: Prompt, hello: Hello | None) -> None:
+def check_length(prompt: Prompt, hello: EngineHello | None) -> None:
     """Raises `PromptTooLong`. While the model's engines are away, its context length is unknown: any prompt passes."""
     if hello is None:
         return

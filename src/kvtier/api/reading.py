@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from kvtier.api.access import Tenant
+from kvtier.api.access import ApiTenant
 from kvtier.api.anthropic.requests import read_count, read_message
 from kvtier.api.body_messages import (
     ANTHROPIC_COUNT,
@@ -127,7 +127,7 @@ def read(question: ReadBody, body: bytes) -> BodyReply:
 def _read_for_vllm(question: ReadBody, body: bytes) -> BodyPasses | BodyLoads | None:
     if not any(model.is_vllm for model in question.models):
         return None
-    salt_of = salt_maker(Tenant("", question.salt), has_keys=question.has_keys)
+    salt_of = salt_maker(ApiTenant("", question.salt), has_keys=question.has_keys)
     read_for_vllm = OLLAMA_KINDS.get(question.kind) or reader_for(question.kind)
     return read_for_vllm(body, question.models, salt_of)
 

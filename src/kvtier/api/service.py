@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from kvtier.api.access import Access, Tenant
+from kvtier.api.access import Access, ApiTenant
 from kvtier.api.body_messages import ModelSnapshot
 from kvtier.api.config import ApiConfig
 from kvtier.api.engine_connection import Answers
@@ -118,7 +118,7 @@ class Service:
         self.engines.cut_off(CUT_OFF)
         self.vllm.cut_off(CUT_OFF)
 
-    def tenant(self, request: Request) -> Tenant:
+    def tenant(self, request: Request) -> ApiTenant:
         """The request's tenant, counted. Raises `HttpError` for a client without a valid key."""
         tenant = self.access.tenant(request)
         if tenant.name:
@@ -136,13 +136,13 @@ class Service:
         """Requests for answers in flight."""
         return self.places.num_requests
 
-    def place(self, tenant: Tenant, num_answers: int, prompt_bytes: int) -> AbstractContextManager[None]:
+    def place(self, tenant: ApiTenant, num_answers: int, prompt_bytes: int) -> AbstractContextManager[None]:
         """A scope for one request for answers. Raises `HttpError` if the server is full or stopping."""
         if self.is_draining:
             raise unavailable("the server is stopping")
         return self.places.take(tenant.name, num_answers, prompt_bytes)
 
-    def count(self, name: str, tenant: Tenant, answers: Answers, completion: Completion) -> None:
+    def count(self, name: str, tenant: ApiTenant, answers: Answers, completion: Completion) -> None:
         """Count a complete answer of the model `name`."""
         prompt_tokens = answers.prompt_tokens
         if completion.index == 0:
@@ -159,7 +159,7 @@ class Service:
         for tier, count in completion.cached_tokens.items():
             metrics.cached_tokens.labels(model=name, tier=tier).inc(count)
 
-    def _log(self, name: str, tenant: Tenant, answers: Answers, completion: Completion) -> None:
+    def _log(self, name: str, tenant: ApiTenant, answers: Answers, completion: Completion) -> None:
         self.history.add(answers.prompt_tokens, completion.cached_tokens)
         end = completion.prefix_end
         self.log.add(
@@ -182,7 +182,7 @@ class Service:
             )
         )
 
-    def log_passed(self, name: str, tenant: Tenant, request_id: str, ttft_s: float | None) -> None:
+    def log_passed(self, name: str, tenant: ApiTenant, request_id: str, ttft_s: float | None) -> None:
         """Log a request that vLLM has begun to answer; its token counts are unknown here."""
         self.log.add(
             LoggedRequest(

@@ -11,7 +11,8 @@ from kvtier.api.chat.conversation import Conversation, ask
 from kvtier.api.config import WarmUp
 from kvtier.api.engines import KnownModel
 from kvtier.api.http_error import HttpError, http_error_of, unavailable
-from kvtier.api.prefixes.prefixes import Prefix, Progress, WarmOrder
+from kvtier.api.prefixes.filling import Progress, WarmOrder
+from kvtier.api.prefixes.prefix import Prefix
 from kvtier.api.prefixes.record import MAX_TEXT_CHARACTERS, PrefixText
 from kvtier.api.service import Service
 from kvtier.engine.process.messages import ChatPrompt

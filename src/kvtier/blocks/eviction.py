@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from kvtier.blocks.adaptive_policy import AdaptivePolicy
+from kvtier.blocks.block import Block
 from kvtier.blocks.policies import EvictionPolicy, LruPolicy
-from kvtier.blocks.pool import Block
 
 Eviction: TypeAlias = Literal["adaptive", "lru"]
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from kvtier.blocks.block import ENDED, Presence
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
-from kvtier.blocks.pool import ENDED, Match, Presence
+from kvtier.blocks.pool import Match
 
 MAX_GHOSTS = 1 << 18
 _WAYS = 8

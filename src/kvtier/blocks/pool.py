@@ -9,122 +9,28 @@ from one thread or under one lock.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard, cast
+from typing import Literal, cast
 
+from kvtier.blocks.block import PINNED, Block, BlockState, PrefixIndex, Presence
+from kvtier.blocks.eviction_window import Window, is_evictable, window_around
 from kvtier.blocks.hashing import BlockHash
-from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.policies import EvictionPolicy, LruPolicy
 from kvtier.blocks.retaining_policy import RetainingPolicy
 from kvtier.blocks.retention import Retention
 from kvtier.blocks.run import Run
 from kvtier.blocks.share import Share
-from kvtier.blocks.space import Region, Space, TakenRegion
+from kvtier.blocks.space import Space, TakenRegion
 
 _START = operator.attrgetter("start")
-_PINNED, _RETAINED = 1, 2
 _RESTORED_TOGETHER = 64
 """Restored blocks that are added as one prompt: only the order of their uses is known."""
 _MAX_HOPELESS = 1 << 14
 """Most blocks to examine in vain before the search for room gives up: the owner's lock is held meanwhile."""
-
-
-class Presence(enum.Enum):
-    """The state of one key."""
-
-    MISS = enum.auto()
-    PENDING = enum.auto()  # being written: try again later
-    READY = enum.auto()
-
-
-ENDED = {
-    Presence.READY: MatchEnd.ALL,
-    Presence.MISS: MatchEnd.NEVER_STORED,
-    Presence.PENDING: MatchEnd.PENDING,
-}
-"""The `MatchEnd` of a lease, by the state of the key that ended its match."""
-
-
-class BlockState(enum.Enum):
-    """The stage of a block's life."""
-
-    PRIVATE = enum.auto()  # has no hash yet: only its writer knows it
-    PENDING = enum.auto()
-    LOADING = enum.auto()  # its bytes are being loaded from a slower tier: a match may take it and wait
-    READY = enum.auto()
-    GONE = enum.auto()  # out of the index, waiting for its last reference
-
-
-class Block(TakenRegion):
-    """One block's place in a pool. `start` is its block id: the first unit it occupies."""
-
-    __slots__ = ("hash", "index", "kept", "num_holds", "num_refs", "run", "state")
-
-    def __init__(self, start: int, size: int) -> None:
-        self.start = start  # without the base's __init__, for speed: a prompt makes thousands
-        self.size = size
-        self.left = self.right = None
-        self.hash: BlockHash
-        self.index: PrefixIndex
-        self.num_refs = 1
-        self.state = BlockState.PENDING
-        self.kept = 0
-        """The flags for pinned and retained, in one number to save memory; zero for most blocks."""
-        self.num_holds = 0
-        self.run: Run[Any] | None = None
-
-    @property
-    def is_pinned(self) -> bool:
-        return bool(self.kept & _PINNED)
-
-    @is_pinned.setter
-    def is_pinned(self, value: bool) -> None:
-        self.kept = self.kept | _PINNED if value else self.kept & ~_PINNED
-
-    @property
-    def is_retained(self) -> bool:
-        """Only a retention keeps the block from eviction."""
-        return bool(self.kept & _RETAINED)
-
-    @is_retained.setter
-    def is_retained(self, value: bool) -> None:
-        self.kept = self.kept | _RETAINED if value else self.kept & ~_RETAINED
-
-    @property
-    def is_held(self) -> bool:
-        return self.num_holds > 0
-
-    @property
-    def is_ready(self) -> bool:
-        return self.state is BlockState.READY
-
-
-class PrefixIndex:
-    """The blocks of one namespace by hash. Every block in it has `block_units` units, and counts towards `share`.
-
-    A hash names a whole prefix, so the longest cached prefix is the leading run of hashes that are READY. `scope`
-    separates the index's hashes from those of other indexes in `Ghosts`.
-    """
-
-    def __init__(self, block_units: int, share: Share | None = None, scope: int = 0) -> None:
-        self.block_units = block_units
-        self.share = Share() if share is None else share
-        self.scope = scope
-        self.blocks: dict[BlockHash, Block] = {}
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def presence(self, block_hash: BlockHash) -> Presence:
-        block = self.blocks.get(block_hash)
-        if block is None:
-            return Presence.MISS
-        return Presence.PENDING if block.state is BlockState.PENDING else Presence.READY
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +108,7 @@ class BlockPool:
                 break
             if not block.num_refs:
                 num_fresh += 1
-                if not block.kept & _PINNED:
+                if not block.kept & PINNED:
                     wanted_again.append(block)
             block.num_refs += 1
         if wanted_again:
@@ -373,7 +279,7 @@ class BlockPool:
                 continue
             num_units += block.size
             if block.state is ready:
-                if not block.kept & _PINNED:
+                if not block.kept & PINNED:
                     freed.append(block)
                 continue
             if block.state is BlockState.PENDING or block.state is BlockState.LOADING:
@@ -505,7 +411,7 @@ class BlockPool:
             if region.start + region.size <= end:
                 break
             if isinstance(region, Block):
-                if not _is_evictable(region) or not self._policy.may_evict(region, None, victims):
+                if not is_evictable(region) or not self._policy.may_evict(region, None, victims):
                     return False
                 victims.append(region)
         for block in victims:
@@ -533,7 +439,7 @@ class BlockPool:
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """Make the unreferenced ones of `blocks` the most recently used; the first becomes the hottest."""
-        touched = [block for block in dict.fromkeys(blocks) if _is_evictable(block)]
+        touched = [block for block in dict.fromkeys(blocks) if is_evictable(block)]
         for block in touched:
             self._policy.remove(block)
         if touched:
@@ -541,7 +447,7 @@ class BlockPool:
 
     def _reference(self, block: Block) -> None:
         if block.num_refs == 0:
-            if not block.kept & _PINNED:
+            if not block.kept & PINNED:
                 self._policy.remove(block)
             self.referenced_units += block.size
         block.num_refs += 1
@@ -637,9 +543,9 @@ class BlockPool:
                 blocked.append(victim)
                 continue
             if victim.is_held:
-                window = _Window([victim], None)
+                window = Window([victim], None)
             else:
-                window = _window_around(victim, size, requester, self._policy.may_evict)
+                window = window_around(victim, size, requester, self._policy.may_evict)
             if window.num_gained is None:
                 # All of the window's blocks lie between two that must stay: none of them has a larger window.
                 hopeless.update(window.blocks)
@@ -666,61 +572,3 @@ class BlockPool:
         self._forget(block)
         self._return_room(block)
         self.num_evicted += 1
-
-
-def _is_evictable(region: Region | None) -> bool:
-    return (
-        isinstance(region, Block)
-        and region.state is BlockState.READY
-        and region.num_refs == 0
-        and not region.is_pinned
-        and not region.is_held
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Blocks whose eviction makes one free run, and how many more regions of the wanted size would then fit.
-
-    `num_gained` is None if not even one would fit.
-    """
-
-    blocks: list[Block]
-    num_gained: int | None
-
-
-def _window_around(
-    victim: Block,
-    size: int,
-    requester: Share | None,
-    may_evict: Callable[[Block, Share | None, Sequence[Block]], bool],
-) -> _Window:
-    """The smallest window of evictable blocks around `victim` that makes room for `size`, else the largest one.
-
-    Prefixes are written upwards and become cold from the end, so the window grows downwards first, unless the block
-    there is larger than the one above: the previous call may have made room for that large block.
-    """
-    blocks = [victim]
-    run = victim.size
-    fitting_before = 0
-    left, right = victim.left, victim.right
-
-    def can_go(region: Region | None) -> TypeGuard[Block]:
-        return isinstance(region, Block) and _is_evictable(region) and may_evict(region, requester, blocks)
-
-    while True:
-        if left is not None and left.is_free:
-            run, fitting_before, left = run + left.size, fitting_before + left.size // size, left.left
-        if right is not None and right.is_free:
-            run, fitting_before, right = run + right.size, fitting_before + right.size // size, right.right
-        if run >= size:
-            return _Window(blocks, run // size - fitting_before)
-        is_right_smaller = can_go(right) and left is not None and right.size < left.size
-        if can_go(left) and not is_right_smaller:
-            blocks.append(left)
-            run, left = run + left.size, left.left
-        elif can_go(right):
-            blocks.append(right)
-            run, right = run + right.size, right.right
-        else:
-            return _Window(blocks, None)

@@ -14,20 +14,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from kvtier.blocks.block import ENDED, Block, BlockState, Presence
 from kvtier.blocks.eviction import Eviction
 from kvtier.blocks.fair_policy import FairPolicy
 from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.policies import EvictionPolicy
-from kvtier.blocks.pool import ENDED, Block, BlockPool, BlockState, Grant, Match, Presence
+from kvtier.blocks.pool import BlockPool, Grant, Match
 from kvtier.cacheserver.cluster_below import NO_CLUSTER, SharedCluster
 from kvtier.cacheserver.cluster_spaces import NOWHERE, Elsewhere
 from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import Disk
 from kvtier.cacheserver.sealer import NoSealer, Sealer
 from kvtier.observe.log_limit import LogLimit
-from kvtier.stores.disk import DiskStore, StoredBlock
+from kvtier.stores.disk import DiskStore
+from kvtier.stores.stored_block import StoredBlock
 from kvtier.wire.messages import LISTED_DISK, match_end_of
 
 logger = logging.getLogger(__name__)

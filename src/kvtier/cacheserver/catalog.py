@@ -10,13 +10,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtier.blocks.block import Block, BlockState, Presence
 from kvtier.blocks.eviction import Eviction
 from kvtier.blocks.ghosts import scope_of
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import Block, BlockState, Grant, Presence
+from kvtier.blocks.pool import Grant
 from kvtier.cacheserver.cached_blocks import CachedBlocks, Clock, num_ready
 from kvtier.cacheserver.cluster_below import NO_CLUSTER, SharedCluster
 from kvtier.cacheserver.cluster_spaces import NOWHERE, Elsewhere

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
+from kvtier.blocks.block import Block, BlockState
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import Block, BlockState
 from kvtier.cacheserver.bandwidth import Bandwidth
 from kvtier.cacheserver.cluster_leavers import DiskLeavers
 from kvtier.cacheserver.cluster_spaces import NOWHERE, ClusterSpaces, Elsewhere, FieldsOf

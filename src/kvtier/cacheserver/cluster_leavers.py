@@ -19,7 +19,7 @@ from kvtier.cacheserver.cluster_threads import SLOWEST_BYTES_PER_S
 from kvtier.cacheserver.persistence import Disk
 from kvtier.errors import TierFull
 from kvtier.observe.log_limit import LogLimit
-from kvtier.stores.disk import StoredBlock, StoreSpace
+from kvtier.stores.stored_block import StoredBlock, StoreSpace
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.cacheserver.namespaces import Hashes, MemorySpace
 from kvtier.errors import KvtierError
 from kvtier.observe.log_limit import LogLimit
-from kvtier.stores.disk import StoreSpace
+from kvtier.stores.stored_block import StoreSpace
 from kvtier.stores.valkey.announcements import Announcer, ComputedElsewhere
 from kvtier.stores.valkey.blocks import ClusterBlocks
 from kvtier.stores.valkey.config import ClusterConfig, open_cluster

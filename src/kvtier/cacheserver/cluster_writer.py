@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtier.blocks.block import Block
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
-from kvtier.blocks.pool import Block
 from kvtier.cacheserver.bandwidth import Bandwidth
 from kvtier.cacheserver.cluster_spaces import ClusterSpaces
 from kvtier.cacheserver.cluster_threads import SLOWEST_BYTES_PER_S, SharedBlockOwner, TaskThreads

@@ -78,6 +78,13 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     share_bytes_per_s: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_memory()
+        self._check_listening()
+        self._check_disk()
+        self._check_cluster()
+        self._check_limits()
+
+    def _check_memory(self) -> None:
         if self.memory_bytes < SLOT_ALIGN_BYTES:
             raise ConfigError(f"memory must be at least 4KiB, not {format_size(self.memory_bytes)}")
         total_bytes = machine_memory_bytes()
@@ -86,6 +93,8 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"memory of {format_size(self.memory_bytes)} is more than the {format_size(total_bytes)} "
                 "this machine or its control group has"
             )
+
+    def _check_listening(self) -> None:
         if self.unix is None and self.tcp is None:
             raise ConfigError("a cache server needs a Unix socket or a TCP address to listen on")
         if self.tcp is not None and not self.token and self.tenants_file is None:
@@ -104,6 +113,8 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError("TLS needs both a certificate and a key")
         if self.tls_certificate is not None and self.tcp is None:
             raise ConfigError("TLS is for TCP: give a TCP address too")
+
+    def _check_disk(self) -> None:
         if (self.folder is None) != (self.file_bytes is None):
             raise ConfigError("the disk needs both a folder (--folder) and a size (--disk)")
         if self.folder is None and not self.keeps_memory:
@@ -114,20 +125,23 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             self._check_disk_writes(self.disk_writes_per_day)
         if self.folder is None and self.key_file is not None:
             raise ConfigError("an encryption key is for the disk: give a folder (--folder) too")
+        if not self.keeps_memory and self.stores_on == "reuse":
+            raise ConfigError("a server that keeps blocks only on disk must store them when they are committed")
+
+    def _check_cluster(self) -> None:
         if self.cluster is None and (self.shares_on != "commit" or self.share_bytes_per_s is not None):
             raise ConfigError("share-on and the write rate apply to a cluster: give one (--cluster) too")
         if self.share_bytes_per_s is not None and self.share_bytes_per_s <= 0:
             raise ConfigError("the cluster's write rate (--cluster-write-rate) must be positive")
-        if not self.keeps_memory and self.stores_on == "reuse":
-            raise ConfigError("a server that keeps blocks only on disk must store them when they are committed")
+
+    def _check_limits(self) -> None:
         if self.eviction not in ("adaptive", "lru"):
             raise ConfigError(f"eviction must be adaptive or lru, not {self.eviction!r}")
         if self.max_leased_bytes is not None and self.max_leased_bytes <= 0:
             raise ConfigError("max_leased_bytes must be positive")
-        if not 0 <= self.max_pinned_share <= 1:
-            raise ConfigError(f"max_pinned_share must be between 0 and 1, not {self.max_pinned_share}")
-        if not 0 <= self.max_retained_share <= 1:
-            raise ConfigError(f"retained_share must be between 0 and 1, not {self.max_retained_share}")
+        for name, share in (("max_pinned_share", self.max_pinned_share), ("retained_share", self.max_retained_share)):
+            if not 0 <= share <= 1:
+                raise ConfigError(f"{name} must be between 0 and 1, not {share}")
         check_ttl("max_retention_s", self.max_retention_s)
         for name in ("max_connections", "max_payload_bytes", "lease_timeout_s", "gone_grace_s", "stall_timeout_s"):
             if getattr(self, name) <= 0:

@@ -16,7 +16,7 @@ from kvtier.cacheserver.persistence import Disk
 from kvtier.cacheserver.process_watch import ProcessWatch
 from kvtier.cacheserver.sealer import NoSealer, Sealer
 from kvtier.cacheserver.tenants import Tenant
-from kvtier.cacheserver.traffic import Traffic
+from kvtier.cacheserver.traffic import ServerTraffic
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import ServerMetrics
@@ -38,7 +38,7 @@ class ConnectionContext:
     watch: ProcessWatch
     guests: Guests
     metrics: ServerMetrics
-    traffic: Traffic
+    traffic: ServerTraffic
     describe: Callable[[Tenant], dict[str, object]]
     count_up: Callable[[Tenant], dict[str, object]]
     warnings: RecentWarnings

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvtier.blocks.block import Block
 from kvtier.blocks.policies import LruPolicy
-from kvtier.blocks.pool import Block
 from kvtier.blocks.run import Run
 from kvtier.blocks.share import Share
 from kvtier.cacheserver.namespaces import MemoryBlock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtier.blocks.adaptive_policy import AdaptivePolicy
-from kvtier.blocks.pool import Block
+from kvtier.blocks.block import Block
 from kvtier.blocks.run import Run
 from kvtier.blocks.share import Share
 from kvtier.cacheserver.disk_aware_lru import is_safe_to_evict

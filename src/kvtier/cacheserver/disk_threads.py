@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
+from kvtier.blocks.block import Block
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
-from kvtier.blocks.pool import Block
 from kvtier.cacheserver.disk_admission import DiskAdmission
 from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace
 from kvtier.cacheserver.recovering_store import RecoveringStore
@@ -25,7 +25,8 @@ from kvtier.cacheserver.refusals import Refusals
 from kvtier.errors import TierError, TierTimeout, TierUnavailable
 from kvtier.memory.checksum import checksum_of
 from kvtier.memory.mapped import MappedArena
-from kvtier.stores.disk import DiskStore, StoredBlock, Written
+from kvtier.stores.disk import DiskStore, Written
+from kvtier.stores.stored_block import StoredBlock, StoreSpace
 
 _NUM_WRITERS = min(16, 4 * (os.cpu_count() or 1))  # each also computes checksums
 _NUM_READERS = min(64, 8 * (os.cpu_count() or 1))  # each also computes checksums, between its reads
@@ -228,11 +229,10 @@ class DiskWriter(DiskThreads[_Write | _Order]):
 
     def _write(self, store: DiskStore, space: MemorySpace, wanted: Sequence[MemoryBlock]) -> int:
         """Write blocks. Returns how many of them were new on disk."""
-        failures = self._store.failures
         blocks = self._owner.begin_storing(wanted)
         if len(blocks) < len(wanted):
             with self._condition:
-                failures["gone before it was written"] += len(wanted) - len(blocks)
+                self._store.failures["gone before it was written"] += len(wanted) - len(blocks)
         stored = [False] * len(blocks)
         num_new = 0
         if not blocks:
@@ -242,19 +242,7 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             if stored_space is None:
                 self._refusals.note(blocks[0], "their namespace has a different block size on disk", len(blocks))
                 return num_new
-            slots = [
-                self._arena.view(block.start * SLOT_ALIGN_BYTES, block.size * SLOT_ALIGN_BYTES) for block in blocks
-            ]
-            checksums = [
-                checksum_of(space.namespace, block.hash, slot[: space.block_bytes])
-                for block, slot in zip(blocks, slots, strict=True)
-            ]
-            altered = []
-            for block, found in zip(blocks, checksums, strict=True):
-                if block.checksum is None or space.is_table(block):
-                    block.checksum = found
-                elif block.checksum != found:
-                    altered.append(block)
+            slots, checksums, altered = self._summed(space, blocks)
             if altered:
                 self._owner.drop_altered(altered)
                 slots, checksums, whole = _without(altered, blocks, slots, checksums)
@@ -262,35 +250,46 @@ class DiskWriter(DiskThreads[_Write | _Order]):
                 blocks, stored = whole, [False] * len(whole)
                 if not blocks:
                     return num_new
-            hashes = [block.hash for block in blocks]
-            outcomes = store.write(stored_space, hashes, slots, checksums)
-            for _ in range(_ROOM_TRIES):
-                if Written.NO_ROOM not in outcomes or not store.is_busy:
-                    break
-                time.sleep(_ROOM_TRY_S)  # blocks that others are writing now can be evicted once they are whole
-                again = store.write(stored_space, hashes, slots, checksums)
-                outcomes = [
-                    old if old is not Written.NO_ROOM else new for old, new in zip(outcomes, again, strict=True)
-                ]
+            outcomes = _written(store, stored_space, blocks, slots, checksums)
             stored = [outcome in (Written.NEW, Written.PRESENT) for outcome in outcomes]
             pinned = [block.hash for block in blocks if block.is_pinned]
             if pinned:  # pinned while they were being written
                 store.pin(stored_space, pinned)
-            refused = [block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Written.NO_ROOM]
-            num_new = outcomes.count(Written.NEW)
-            with self._condition:
-                self.num_written += num_new
-                failures["no room"] += len(refused)
-            if refused:
-                self._refusals.note(refused[0], "all of it is in use or pinned", len(refused))
-                self._store.log.warning(
-                    "full", "disk store %s has no room: all of it is in use or pinned", store.folder
-                )
-                self._owner.refuse(refused)
+            num_new = self._note_outcomes(store, blocks, outcomes)
         except Exception as error:
             self._store.fail(store, error)
         finally:
             self._owner.end_storing(blocks, stored)
+        return num_new
+
+    def _summed(
+        self, space: MemorySpace, blocks: Sequence[MemoryBlock]
+    ) -> tuple[list[memoryview], list[int], list[MemoryBlock]]:
+        """The blocks' slots and checksums, and the blocks whose bytes are not those of before."""
+        slots = [self._arena.view(block.start * SLOT_ALIGN_BYTES, block.size * SLOT_ALIGN_BYTES) for block in blocks]
+        checksums = [
+            checksum_of(space.namespace, block.hash, slot[: space.block_bytes])
+            for block, slot in zip(blocks, slots, strict=True)
+        ]
+        altered = []
+        for block, found in zip(blocks, checksums, strict=True):
+            if block.checksum is None or space.is_table(block):
+                block.checksum = found
+            elif block.checksum != found:
+                altered.append(block)
+        return slots, checksums, altered
+
+    def _note_outcomes(self, store: DiskStore, blocks: Sequence[MemoryBlock], outcomes: Sequence[Written]) -> int:
+        """Count outcomes, and refuse the blocks without room. Returns how many are new on disk."""
+        refused = [block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Written.NO_ROOM]
+        num_new = outcomes.count(Written.NEW)
+        with self._condition:
+            self.num_written += num_new
+            self._store.failures["no room"] += len(refused)
+        if refused:
+            self._refusals.note(refused[0], "all of it is in use or pinned", len(refused))
+            self._store.log.warning("full", "disk store %s has no room: all of it is in use or pinned", store.folder)
+            self._owner.refuse(refused)
         return num_new
 
     def _put_in_order(self, order: _Order) -> None:
@@ -301,6 +300,25 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             stored_space = None if store is None else self._store.space_of(store, order.space)
             if store is not None and stored_space is not None:
                 store.touch(stored_space, order.hashes)
+
+
+def _written(
+    store: DiskStore,
+    space: StoreSpace,
+    blocks: Sequence[MemoryBlock],
+    slots: Sequence[memoryview],
+    checksums: Sequence[int],
+) -> list[Written]:
+    """Write blocks, and try again for a while where room is short."""
+    hashes = [block.hash for block in blocks]
+    outcomes = store.write(space, hashes, slots, checksums)
+    for _ in range(_ROOM_TRIES):
+        if Written.NO_ROOM not in outcomes or not store.is_busy:
+            break
+        time.sleep(_ROOM_TRY_S)  # blocks that others are writing now can be evicted once they are whole
+        again = store.write(space, hashes, slots, checksums)
+        outcomes = [old if old is not Written.NO_ROOM else new for old, new in zip(outcomes, again, strict=True)]
+    return outcomes
 
 
 def _without(

@@ -6,11 +6,12 @@ import itertools
 import threading
 from collections.abc import Callable, Collection
 
+from kvtier.blocks.block import Block
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.namespace_document import read_fields
-from kvtier.blocks.pool import Block, BlockPool
+from kvtier.blocks.pool import BlockPool
 from kvtier.cacheserver.cluster_below import SharedCluster
 from kvtier.cacheserver.namespaces import MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import Disk, listed_on_disk

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from kvtier.blocks.block import Block
 from kvtier.blocks.eviction import Eviction
 from kvtier.blocks.policies import EvictionPolicy
-from kvtier.blocks.pool import Block
 from kvtier.cacheserver.disk_aware_lru import DiskAwareLru
 from kvtier.cacheserver.disk_aware_policy import DiskAwarePolicy
 

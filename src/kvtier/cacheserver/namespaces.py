@@ -7,16 +7,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
+from kvtier.blocks.block import Block, PrefixIndex
 from kvtier.blocks.ghosts import scope_of
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES, slot_bytes_of
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import Block, PrefixIndex
 from kvtier.cacheserver.namespace_descriptions import NamespaceDescriptions
 from kvtier.cacheserver.tenants import Tenant, split_tagged
 from kvtier.errors import TierRefused
 from kvtier.sizes import format_size
-from kvtier.stores.disk import StoreSpace
+from kvtier.stores.stored_block import StoreSpace
 
 Hashes: TypeAlias = Sequence[BlockHash]
 StoredSpace: TypeAlias = Callable[[Namespace], StoreSpace | None]
@@ -149,7 +149,9 @@ class Namespaces:
         if space is None:
             space = self._awaited.get((namespace, block_bytes))
             if space is None:
-                space = self._make(tenant, namespace, client_namespace, name, block_bytes, block_tokens)
+                self._check_room(tenant, block_bytes)
+                number = next(self._numbers)
+                space = MemorySpace(number, tenant, namespace, client_namespace, name, block_bytes, block_tokens)
             if may_make:
                 self._awaited.pop((namespace, block_bytes), None)
                 space.begin(name, block_tokens)
@@ -168,15 +170,8 @@ class Namespaces:
             self.descriptions.keep(namespace, fields, space.tenant.name)
         return space
 
-    def _make(
-        self,
-        tenant: Tenant,
-        namespace: Namespace,
-        client_namespace: Namespace,
-        name: str,
-        block_bytes: int,
-        block_tokens: int,
-    ) -> MemorySpace:
+    def _check_room(self, tenant: Tenant, block_bytes: int) -> None:
+        """Raises `TierRefused` if `tenant` may have no further namespace, or none with blocks of this size."""
         if slot_bytes_of(block_bytes) > self._memory_bytes:
             raise TierRefused(
                 f"a block of {format_size(block_bytes)} does not fit into this server's memory of "
@@ -185,7 +180,6 @@ class Namespaces:
         limit = MAX_TENANT_NAMESPACES if tenant.name else MAX_NAMESPACES
         if len(self._of_tenant.get(tenant, ())) >= limit:
             raise TierRefused(f"{limit} namespaces are in use or have blocks in memory, which is the limit")
-        return MemorySpace(next(self._numbers), tenant, namespace, client_namespace, name, block_bytes, block_tokens)
 
     def forget_if_empty(self, space: MemorySpace) -> None:
         if space.num_users or len(space.index):

@@ -14,10 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
+from kvtier.blocks.block import Block
 from kvtier.blocks.eviction import Eviction, eviction_policy
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import Block
 from kvtier.blocks.retention import Retention
 from kvtier.cacheserver.disk_admission import DiskAdmission
 from kvtier.cacheserver.disk_threads import BlockOwner, DiskReader, DiskWriter
@@ -27,7 +27,8 @@ from kvtier.cacheserver.recovering_store import RecoveringStore
 from kvtier.cacheserver.refusals import Refusals
 from kvtier.errors import TierError, TierRefused, TierUnavailable
 from kvtier.memory.mapped import MappedArena
-from kvtier.stores.disk import DiskStore, StoredBlock, StoreSpace
+from kvtier.stores.disk import DiskStore
+from kvtier.stores.stored_block import StoredBlock, StoreSpace
 from kvtier.wire.messages import LISTED_DISK, LISTED_DOWN, LISTED_EVICTED, LISTED_PINNED
 
 _MAX_RECENT = 1024

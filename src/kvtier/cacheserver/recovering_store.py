@@ -16,8 +16,9 @@ from kvtier.cacheserver.later_drops import LaterDrops
 from kvtier.cacheserver.namespaces import Hashes, MemorySpace
 from kvtier.errors import KvtierError, TierRefused, TierUnavailable
 from kvtier.observe.log_limit import LogLimit
-from kvtier.stores.disk import DiskStore, StoreSpace
+from kvtier.stores.disk import DiskStore
 from kvtier.stores.files import Files
+from kvtier.stores.stored_block import StoreSpace
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from typing import TypeAlias
 
-from kvtier.blocks.pool import Block
+from kvtier.blocks.block import Block
 from kvtier.cacheserver.served_client import ServedClient
 
 Refused: TypeAlias = Counter[tuple[str, str]]

@@ -14,8 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvtier.blocks.block import Block
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
-from kvtier.blocks.pool import Block
 from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
 from kvtier.memory.checksum import checksum_of
 from kvtier.memory.mapped import MappedArena

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvtier.blocks.pool import Block
+from kvtier.blocks.block import Block
 from kvtier.cacheserver.namespaces import MemorySpace
 from kvtier.cacheserver.tenants import Tenant
 from kvtier.errors import TierRefused

@@ -26,7 +26,7 @@ from kvtier.cacheserver.process_watch import ProcessWatch
 from kvtier.cacheserver.recovering_store import RecoveringStore
 from kvtier.cacheserver.sealer import LATEST_S, NO_SEALER, NoSealer, Sealer
 from kvtier.cacheserver.tenants import Tenant, Tenants
-from kvtier.cacheserver.traffic import Traffic
+from kvtier.cacheserver.traffic import ServerTraffic
 from kvtier.errors import ConfigError, LeaseError
 from kvtier.memory.heap import give_back_large_buffers
 from kvtier.memory.mapped import MappedArena
@@ -126,7 +126,7 @@ class CacheServer:
             self._watch,
             self._guests,
             self._metrics,
-            Traffic(memory_bytes, config.file_bytes if config.folder is not None else None, config.eviction),
+            ServerTraffic(memory_bytes, config.file_bytes if config.folder is not None else None, config.eviction),
             self._describe,
             self._count_up,
             RecentWarnings() if warnings is None else warnings,

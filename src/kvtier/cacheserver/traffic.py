@@ -26,7 +26,7 @@ class Asking(enum.IntEnum):
     LAZY_MATCH = 3
 
 
-class Traffic:
+class ServerTraffic:
     """The traffic of one server, with `memory_bytes` of memory and, with a disk, `file_bytes` on it."""
 
     def __init__(self, memory_bytes: int, file_bytes: int | None, eviction: Eviction) -> None:

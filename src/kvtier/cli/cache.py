@@ -18,8 +18,9 @@ from kvtier.client.known_namespace import KnownNamespace
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.observe.printable import printable
 from kvtier.sizes import format_size
-from kvtier.stores.disk import DiskStore, StoreSpace
+from kvtier.stores.disk import DiskStore
 from kvtier.stores.folder import holds_store, space_of
+from kvtier.stores.stored_block import StoreSpace
 from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 
 _VERIFY_BLOCKS = 16

@@ -301,20 +301,7 @@ def cache_server(
         page_server = _show_page(server, page, f"unix:{path}", config)
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
-    click.echo(f"kvtier cache server: {format_size(memory)} of memory for blocks")
-    if folder is not None and disk is not None:
-        click.echo(f"  {format_size(disk)} of disk in {folder}")
-    if config.cluster is not None:
-        click.echo(f"  cluster {config.cluster.valkey[0]}")
-    click.echo(f"  unix:{path}")
-    if tcp is not None:
-        click.echo(f"  tcp://{tcp.host}:{server.tcp_port}{' with TLS' if tls_cert else ''}")
-    if metrics is not None:
-        click.echo(f"  metrics: http://{metrics.host}:{server.metrics_port}/metrics")
-    if page_server is not None:
-        click.echo(f"  page: {page_server.url}")
-    click.echo("ready; Ctrl-C stops it")
-    sys.stdout.flush()
+    _tell_ready(config, path, server, page_server)
     _wait_for_the_end(server, stop_when_unused)
     click.echo("stopping")
     if page_server is not None:
@@ -342,6 +329,24 @@ def _show_page(
     except ConfigError:
         server.close()
         raise
+
+
+def _tell_ready(config: CacheServerConfig, path: str, server: CacheServer, page_server: PageServer | None) -> None:
+    """Print what the server has, and where it can be reached."""
+    click.echo(f"kvtier cache server: {format_size(config.memory_bytes)} of memory for blocks")
+    if config.file_bytes is not None:
+        click.echo(f"  {format_size(config.file_bytes)} of disk in {config.folder}")
+    if config.cluster is not None:
+        click.echo(f"  cluster {config.cluster.valkey[0]}")
+    click.echo(f"  unix:{path}")
+    if config.tcp is not None:
+        click.echo(f"  tcp://{config.tcp.host}:{server.tcp_port}{' with TLS' if config.tls_certificate else ''}")
+    if config.metrics is not None:
+        click.echo(f"  metrics: http://{config.metrics.host}:{server.metrics_port}/metrics")
+    if page_server is not None:
+        click.echo(f"  page: {page_server.url}")
+    click.echo("ready; Ctrl-C stops it")
+    sys.stdout.flush()
 
 
 def _wait_for_the_end(server: CacheServer, stop_when_unused_s: float | None) -> None:

@@ -10,7 +10,7 @@ from kvtier.errors import TierError, TierFull, TierRefused
 from kvtier.wire import messages as wire
 
 
-class Grant:
+class NumberedGrant:
     """A lease or reservation under a number chosen by the client, ended by `ending`. Enter it to ask for it.
 
     After an error inside, even an interrupt, it is ended as soon as the server answers: the server may have granted it,

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.blocks.hashing import BlockHash
-from kvtier.client.grants import Grant
+from kvtier.client.grants import NumberedGrant
 from kvtier.client.server_blocks import ServerBlocks
 from kvtier.errors import TierError, TierRefused
 from kvtier.memory.copying import Buffer
@@ -36,7 +36,7 @@ class LocalBlocks(ServerBlocks):
                 yield position, view
 
     def reserve(self, hashes: Sequence[BlockHash], timeout_s: float | None) -> Reservation:
-        return self._reserve_slots(Grant(self._endpoint, wire.Close), hashes, timeout_s)
+        return self._reserve_slots(NumberedGrant(self._endpoint, wire.Close), hashes, timeout_s)
 
     def store(
         self, hashes: Sequence[BlockHash], blocks: list[memoryview], deferred: bool, timeout_s: float | None
@@ -45,7 +45,7 @@ class LocalBlocks(ServerBlocks):
 
         Returns the positions that were written.
         """
-        grant = Grant(self._endpoint, wire.Close)
+        grant = NumberedGrant(self._endpoint, wire.Close)
         reservation = self._reserve_slots(grant, hashes, timeout_s)
         wanted = [blocks[position] for position in reservation.positions]
         parts = self._parts_to_commit(len(wanted))
@@ -70,7 +70,7 @@ class LocalBlocks(ServerBlocks):
             reservation.close()
         return list(reservation.positions)
 
-    def _reserve_slots(self, grant: Grant, hashes: Sequence[BlockHash], timeout_s: float | None) -> Reservation:
+    def _reserve_slots(self, grant: NumberedGrant, hashes: Sequence[BlockHash], timeout_s: float | None) -> Reservation:
         deadline = self._endpoint.deadline(timeout_s)
         with grant, self._endpoint.connection(deadline) as connection:
             reserved = self._reserve(connection, grant, hashes, deadline)
@@ -88,7 +88,7 @@ class LocalBlocks(ServerBlocks):
         )
 
     def _commit(
-        self, grant: Grant, parts: Sequence[slice], fill: Callable[[slice], None] | None = None, nbytes: int = 0
+        self, grant: NumberedGrant, parts: Sequence[slice], fill: Callable[[slice], None] | None = None, nbytes: int = 0
     ) -> int:
         """A part is reported to the server while `fill` copies the next; its answers are read at the end."""
         deadline = self._endpoint.deadline(None, nbytes)

@@ -14,7 +14,7 @@ import xxhash
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.endpoint import Endpoint
-from kvtier.client.grants import Grant
+from kvtier.client.grants import NumberedGrant
 from kvtier.client.server_blocks import ServerBlocks
 from kvtier.client.server_connection import joined
 from kvtier.errors import BlockCorrupt, RemoteProtocolError, TierError, TierUnavailable
@@ -81,7 +81,7 @@ class RemoteBlocks(ServerBlocks):
         """Returns the positions that were written."""
         endpoint = self._endpoint
         deadline = endpoint.deadline(timeout_s, len(hashes) * self._block_bytes)
-        with Grant(endpoint, wire.Close) as grant:
+        with NumberedGrant(endpoint, wire.Close) as grant:
             with endpoint.connection(deadline) as connection:
                 reserved = self._reserve(connection, grant, hashes, deadline)
             positions = wire.unpack_numbers(reserved.positions)
@@ -150,7 +150,7 @@ class RemoteBlocks(ServerBlocks):
         except TierError as error:
             self._endpoint.counts.failed(error)
 
-    def _fill(self, grant: Grant, blocks: Sequence[memoryview], part: slice, deadline: float) -> None:
+    def _fill(self, grant: NumberedGrant, blocks: Sequence[memoryview], part: slice, deadline: float) -> None:
         """Send `blocks[part]` into a reservation: all frames first, then their answers."""
         with self._endpoint.connection(deadline) as connection:
             frame_bytes = min(_FRAME_BYTES, connection.welcome.max_payload_bytes)

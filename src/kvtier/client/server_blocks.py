@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.client.endpoint import Endpoint
-from kvtier.client.grants import Grant
+from kvtier.client.grants import NumberedGrant
 from kvtier.client.server_connection import ServerConnection, joined
 from kvtier.errors import RemoteProtocolError, TierError, TierFull, TierUnavailable
 from kvtier.memory.lease import CLUSTER, DISK, BlockLease, EmptyLease, Lease
@@ -38,7 +38,7 @@ class ServerBlocks:
 
     def _match(self, hashes: Sequence[BlockHash], deadline: float, is_lazy: bool) -> Lease:
         endpoint = self._endpoint
-        with Grant(endpoint, wire.Release) as grant, endpoint.connection(deadline) as connection:
+        with NumberedGrant(endpoint, wire.Release) as grant, endpoint.connection(deadline) as connection:
             request = wire.MatchRequest(connection.space, joined(hashes), grant.number, is_lazy)
             telling = endpoint.places.telling(connection, hashes)
             matched = connection.call(request, wire.Matched, deadline, after=telling)
@@ -66,7 +66,7 @@ class ServerBlocks:
             stored_in=_stored_in(matched),
         )
 
-    def _await(self, grant: Grant, count: int) -> int:
+    def _await(self, grant: NumberedGrant, count: int) -> int:
         """How many of the first `count` blocks of a lease have come from disk; waits for them."""
         deadline = self._endpoint.deadline(None, count * self._block_bytes)
         try:
@@ -83,7 +83,7 @@ class ServerBlocks:
         raise AssertionError("these blocks lie in memory of this host")
 
     def _reserve(
-        self, connection: ServerConnection, grant: Grant, hashes: Sequence[BlockHash], deadline: float
+        self, connection: ServerConnection, grant: NumberedGrant, hashes: Sequence[BlockHash], deadline: float
     ) -> wire.Reserved:
         """Slots for the absent blocks of `hashes`. Raises `TierFull` if some are absent and there is room for none."""
         request = wire.ReserveRequest(connection.space, joined(hashes[:MAX_HASHES]), grant.number)

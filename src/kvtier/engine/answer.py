@@ -173,6 +173,22 @@ def completion_of(request: Request, text: str, stop: str | None = None) -> Compl
     )
 
 
+def piece_of(request: Request, token_ids: list[int], text: str, completion: Completion | None = None) -> StreamPiece:
+    """The news of a step, with scores of the prompt that no piece has had yet."""
+    logprobs = None
+    if request.params.logprobs is not None:
+        logprobs = request.logprobs[len(request.logprobs) - len(token_ids) :]
+    prompt = None
+    if request.params.prompt_logprobs is not None and request.num_scores_told < len(request.prompt_scores):
+        prompt = request.prompt_scores[request.num_scores_told :]
+        request.num_scores_told = len(request.prompt_scores)
+    cached = None
+    is_first = request.index == 0 and request.num_outputs == len(token_ids)
+    if is_first and (token_ids or completion is not None):
+        cached = {tier: count for tier, count in cached_tokens_of(request).items() if count}
+    return StreamPiece(request.index, token_ids, text, logprobs, completion, prompt, cached)
+
+
 def _times_of(request: Request) -> AnswerTimes:
     times, history = request.times, request.prefetch.history
     return AnswerTimes(

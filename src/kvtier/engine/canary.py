@@ -1,10 +1,10 @@
-"""A small share of what the tiers served is computed again while the engine is idle, and compared.
+"""The canary computes a small share of loaded blocks again while the engine is idle, and compares.
 
-Checksums tell whether bytes are those that were stored. Whether they are the right ones for these tokens, only the
-model can tell. A check is a run of blocks that a prompt had loaded: if the device still has them and all before them,
-their tokens are computed once more into spare blocks, a few at a time, and both are compared. A block that is further
-off than rounding explains is computed a second time in other chunks, which also measures the rounding: only what is
-wrong both times counts. The engine's thread owns it; a request that comes meanwhile ends the check at once.
+A checksum shows that bytes are those that were stored. Only the model can show that they belong to these tokens. A
+check covers a run of blocks that a prompt has loaded. If the device still has them and all blocks before them, the
+canary computes their tokens again into spare blocks, a few at a time, and compares both. A block that differs by more
+than rounding is computed a second time in other chunks, which also measures the rounding: only a block that is wrong
+both times counts. The engine's thread owns the canary; a request that arrives meanwhile ends the check at once.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from kvtier.engine.schedule.step import Step, StepRow
 from kvtier.transfer.device_lease import DeviceLease
 
 WINDOW_TOKENS = 512
-"""A check is of as many blocks as hold this many tokens, or of one."""
+"""A check covers this many tokens in whole blocks, at least one block."""
 
 _MAX_WAITING = 16
 _MAX_ATTEMPTS = 8
 _MAX_SPARE_SHARE = 8
 """A check takes no more than one in this many of the device's blocks."""
 _STEP_S = 0.01
-"""Longest step of a check, as far as fewer tokens than a block need not be computed: a request may wait for one."""
+"""Longest step of a check, since a request may wait for one. A step has at least one block of tokens, however long."""
 _MAX_STEP_TOKENS = 256
 
 SOUND = "sound"
 WRONG = "wrong"
 UNSURE = "unsure"
-"""Two computations in a row differ by more than rounding explains: nothing is known of the block."""
+"""Two computations of a block differ by more than rounding: neither can be trusted."""
 GONE = "gone"
-"""The device had lost the blocks before there was time, or had no spare ones."""
+"""The device lost the blocks before they were checked, or had no spare ones."""
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 @dataclass(slots=True)
 class _Check:
-    """Blocks `first..end` of a prompt, which were loaded; `tokens` and `hashes` are those of the prompt."""
+    """Loaded blocks `first..end` of the prompt that has these `tokens` and `hashes`."""
 
     tokens: Sequence[int]
     hashes: Sequence[BlockHash]
@@ -61,7 +61,10 @@ class _Check:
 
 @dataclass(slots=True)
 class _Pass:
-    """A check under way: `request` computes into `spare` what `served` has. `earlier` is what the pass before found."""
+    """One computation of a check: `request` computes the blocks of `served` into `spare`.
+
+    `earlier` are the blocks that the first pass computed, set in the second.
+    """
 
     check: _Check
     served: DeviceLease
@@ -70,18 +73,18 @@ class _Pass:
     step_tokens: int
     earlier: list[torch.Tensor] | None = None
     suspects: tuple[int, ...] = ()
-    """Blocks, counted from the first of the check, that the pass before found to be off."""
+    """The blocks that the first pass found to be off, counted from the first of the check."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A wrong block: its place in the prompt, and where it is furthest off."""
+    """A wrong block: its position in the prompt, and where it is furthest off."""
 
     position: int
     excess: Excess
 
     def sentence(self) -> str:
-        """What is known of it, for logs and health."""
+        """The finding in words, for logs and `/health`."""
         if not math.isfinite(self.excess.deviation):
             return f"block {self.position} of a prompt has values in layer {self.excess.layer} that are no numbers"
         return (
@@ -91,7 +94,7 @@ class Finding:
 
 
 class Canary:
-    """Checks of one engine: `note` samples, `step` computes a little of them."""
+    """The checks of one engine: `note` samples them, `step` computes a little of one."""
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class Canary:
         count: Callable[[str], None],
         chance: random.Random | None = None,
     ) -> None:
-        """`share` is the part of what is loaded that is checked; `count` hears of each check's result."""
+        """`share` is the part of all loaded blocks that is checked; `count` is called with the result of each check."""
         layout = runner.arena.layout
         self._runner = runner
         self._share = share
@@ -114,7 +117,8 @@ class Canary:
         self._waiting: deque[_Check] = deque()
         self._pass: _Pass | None = None
         self._step_tokens = layout.block_tokens
-        self._num_passed_over = self._gap() if share else 0
+        self._num_skipped = self._gap() if share else 0
+        """Windows to skip before the next check."""
 
     @property
     def has_work(self) -> bool:
@@ -128,19 +132,19 @@ class Canary:
     # --- sampling ----------------------------------------------------------------------------------------------------
 
     def note(self, request: Request) -> None:
-        """A request is over: some of what was loaded for it may be checked. Costs the same whatever was loaded."""
+        """A request is over: some of the blocks that it loaded may be checked. Takes no longer for many blocks."""
         if not self._share:
             return
         for first, end in request.prefetch.history.loaded_spans:
             num_windows = -(-(end - first) // self._window)
-            while self._num_passed_over < num_windows:
-                start = first + self._num_passed_over * self._window
+            while self._num_skipped < num_windows:
+                start = first + self._num_skipped * self._window
                 self._add(_Check(request.tokens, request.blocks.hashes, start, min(end, start + self._window)))
-                self._num_passed_over += 1 + self._gap()
-            self._num_passed_over -= num_windows
+                self._num_skipped += 1 + self._gap()
+            self._num_skipped -= num_windows
 
     def _gap(self) -> int:
-        """How many windows are passed over before the next that is checked: each is with the same probability."""
+        """How many windows to skip before the next check, so that each window is checked with the same probability."""
         if self._share >= 1:
             return 0
         return int(math.log(1.0 - self._chance.random()) / math.log1p(-self._share))
@@ -154,7 +158,7 @@ class Canary:
     # --- checking ----------------------------------------------------------------------------------------------------
 
     def step(self, blocks: BlockManager) -> Finding | None:
-        """A few milliseconds of a check, on a device that has nothing else to do. What it found, if that was wrong."""
+        """Work on a check for a few milliseconds, while the device is idle. Returns a wrong block, if it found one."""
         if self._pass is None:
             self._pass = self._begin(blocks)
             return None
@@ -164,7 +168,7 @@ class Canary:
         return self._judge(self._pass, blocks)
 
     def let_go(self, blocks: BlockManager) -> None:
-        """Something else needs the device: a check under way gives its blocks back, and begins anew later."""
+        """Something else needs the device: the check in progress gives its blocks back, and begins again later."""
         under_way, self._pass = self._pass, None
         if under_way is None:
             return
@@ -175,7 +179,7 @@ class Canary:
             self._count(GONE)
 
     def forget(self) -> None:
-        """The device's blocks are all free again, whoever had them: nothing is left to compare."""
+        """All blocks of the device were freed, so nothing is left to compare."""
         self._pass = None
         self._waiting.clear()
 
@@ -215,14 +219,14 @@ class Canary:
             self._learn(count, time.perf_counter() - began_at)
 
     def _learn(self, num_tokens: int, seconds: float) -> None:
-        """The next step has twice as many tokens if this one took far less than it may, and half as many if more."""
+        """Double the tokens of the next step if this one took less than half of `_STEP_S`; halve them above it."""
         if seconds > _STEP_S:
             self._step_tokens = max(self._block_tokens, self._step_tokens // 2)
         elif num_tokens == self._step_tokens and seconds < _STEP_S / 2:
             self._step_tokens = min(max(self._block_tokens, _MAX_STEP_TOKENS), 2 * self._step_tokens)
 
     def _judge(self, under_way: _Pass, blocks: BlockManager) -> Finding | None:
-        """Compare what was computed with what was served. A first suspicion begins a second pass."""
+        """Compare the computed blocks with the loaded ones. If some differ in the first pass, begin the second."""
         if under_way.earlier is not None:
             finding, result = self._verdict(under_way, under_way.earlier)
             self._end(under_way, blocks, result)
@@ -237,7 +241,7 @@ class Canary:
             return None
         arena = self._runner.arena.blocks
         earlier = [arena[block_id].cpu() for block_id in under_way.spare.ids]
-        # In chunks that no pass before had: what differs between both is rounding.
+        # In other chunks than before: the difference between both passes is rounding.
         step_tokens = max(1, self._block_tokens - 1)
         self._pass = self._pass_of(under_way.check, under_way.served, under_way.spare, step_tokens)
         self._pass.earlier, self._pass.suspects = earlier, suspects
@@ -263,7 +267,7 @@ class Canary:
         return worst, WRONG if worst is not None else UNSURE if is_unsure else SOUND
 
     def _deviation(self, under_way: _Pass, number: int) -> Deviation:
-        """Of what was served of a block, counted from the first of the check, from what was computed."""
+        """How far a loaded block is from the computed one; `number` counts from the first of the check."""
         arena = self._runner.arena.blocks
         served_id = under_way.served.ids[under_way.check.first + number]
         return deviation(arena[served_id], arena[under_way.spare.ids[number]])

@@ -162,12 +162,12 @@ class EngineClient:
     @property
     def loading_off(self) -> str:
         """Why nothing is loaded from the tiers; empty while loading is on. Any thread."""
-        return self._engine.loading_off
+        return self._engine.loading.off_because
 
     @property
     def was_told(self) -> bool:
         """`loading_off` came from another engine's canary. Any thread."""
-        return self._engine.was_told
+        return self._engine.loading.was_told
 
     @property
     def num_requests(self) -> int:
@@ -356,18 +356,21 @@ class EngineClient:
                 return True
             if item is None:
                 return False
-            if isinstance(item, _Arrival):
-                self._add(item)
-            elif isinstance(item, _Settling):
-                self._settlings.append(item)
-            elif isinstance(item, _Switching):
-                if item.off_because:
-                    self._engine.stop_loading(item.off_because)
-                else:
-                    self._engine.resume_loading()
-                item.is_done.set_result(None)
-            elif item.request_id in self._served and self._served[item.request_id][0] is item:
-                self._pass_on(self._engine.abort(item.request_id))
+            self._take(item)
+
+    def _take(self, item: _Arrival | _Settling | _Switching | Submission) -> None:
+        if isinstance(item, _Arrival):
+            self._add(item)
+        elif isinstance(item, _Settling):
+            self._settlings.append(item)
+        elif isinstance(item, _Switching):
+            if item.off_because:
+                self._engine.stop_loading(item.off_because)
+            else:
+                self._engine.loading.resume()
+            item.is_done.set_result(None)
+        elif item.request_id in self._served and self._served[item.request_id][0] is item:
+            self._pass_on(self._engine.abort(item.request_id))
 
     def _settle(self) -> None:
         """Give stores a moment, if a `settle` call waits for them."""

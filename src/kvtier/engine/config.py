@@ -76,57 +76,58 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     canary_share: float = 0.001
 
     def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_cache_server()
+        self._check_tiers_below()
+        self._check_choices()
+
+    def _check_sizes(self) -> None:
         for name in ("block_size", "max_num_requests", "max_num_batched_tokens", "max_model_len", "kv_cache_space"):
             value = getattr(self, name)
             is_optional = name in ("max_model_len", "kv_cache_space")
             if value is None and is_optional:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            if not _is_whole(value) or value <= 0:
                 raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
             if value > _MOST.get(name, value):
                 raise ConfigError(f"{name} must be at most {_MOST[name]}, not {value}")
-        if self.eviction not in ("adaptive", "lru"):
-            raise ConfigError(f"eviction must be adaptive or lru, not {self.eviction!r}")
-        if not isinstance(self.swap_space, int) or isinstance(self.swap_space, bool) or self.swap_space < 0:
+        if not _is_whole(self.swap_space) or self.swap_space < 0:
             raise ConfigError(f"swap_space must be a number of bytes, or 0 for none, not {self.swap_space!r}")
-        check_is_one("cache_server", self.cache_server)
-        for name in (
-            "cache_server_token",
-            "cache_server_secret",
-            "cache_server_ca_file",
-            "cache_server_certificate",
-            "cache_server_key",
-            "salt",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, str) and not (value is None and name != "salt"):
-                raise ConfigError(f"{name} must be text, not {value!r}")
-        timeout_s = self.cache_server_timeout_s
-        if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
-            raise ConfigError(f"cache_server_timeout_s must be a number of seconds, not {timeout_s!r}")
-        if self.mooncake is not None and not isinstance(self.mooncake, MooncakeConfig):
-            raise ConfigError(f"mooncake must be a MooncakeConfig, not {self.mooncake!r}")
-        if self.cluster is not None and not isinstance(self.cluster, ClusterConfig):
-            raise ConfigError(f"cluster must be a ClusterConfig, not {self.cluster!r}")
-        if self.objects is not None and not isinstance(self.objects, ObjectsConfig):
-            raise ConfigError(f"objects must be an ObjectsConfig, not a {type(self.objects).__name__}")
-        for name in ("always_load", "explain_text"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        if self.identity not in get_args(IdentityKind):
-            raise ConfigError(f"identity must be one of {', '.join(get_args(IdentityKind))}, not {self.identity!r}")
-        if not isinstance(self.schedule, str) or not _SCHEDULE.fullmatch(self.schedule):
-            raise ConfigError(f"schedule must be auto, sync or async-N with N from 1 to 99, not {self.schedule!r}")
-        if self.block_manager not in get_args(BlockManagerName):
-            raise ConfigError(
-                f"block_manager must be one of {', '.join(get_args(BlockManagerName))}, not {self.block_manager!r}"
-            )
-        share = self.canary_share
-        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
-            raise ConfigError(f"canary_share must be from 0 to 1, not {share!r}")
+        if not _is_number(self.canary_share) or not 0 <= self.canary_share <= 1:
+            raise ConfigError(f"canary_share must be from 0 to 1, not {self.canary_share!r}")
         utilization = self.gpu_memory_utilization
         if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be more than 0 and at most 1, not {utilization!r}")
+
+    def _check_cache_server(self) -> None:
+        check_is_one("cache_server", self.cache_server)
+        for name in ("token", "secret", "ca_file", "certificate", "key"):
+            value = getattr(self, f"cache_server_{name}")
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"cache_server_{name} must be text, not {value!r}")
+        timeout_s = self.cache_server_timeout_s
+        if not _is_number(timeout_s) or not 0 < timeout_s < math.inf:
+            raise ConfigError(f"cache_server_timeout_s must be a number of seconds, not {timeout_s!r}")
+
+    def _check_tiers_below(self) -> None:
+        for name, kind in (("mooncake", MooncakeConfig), ("cluster", ClusterConfig), ("objects", ObjectsConfig)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):  # the value may have secrets
+                raise ConfigError(f"{name} must be of the type {kind.__name__}, not {type(value).__name__}")
+
+    def _check_choices(self) -> None:
+        if not isinstance(self.salt, str):
+            raise ConfigError(f"salt must be text, not {self.salt!r}")
+        for name in ("always_load", "explain_text"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        if self.eviction not in ("adaptive", "lru"):
+            raise ConfigError(f"eviction must be adaptive or lru, not {self.eviction!r}")
+        for name, choices in (("identity", get_args(IdentityKind)), ("block_manager", get_args(BlockManagerName))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+        if not isinstance(self.schedule, str) or not _SCHEDULE.fullmatch(self.schedule):
+            raise ConfigError(f"schedule must be auto, sync or async-N with N from 1 to 99, not {self.schedule!r}")
 
     def num_steps_ahead(self, device_type: str) -> int:
         """How many steps may be with the device while the next one is prepared.
@@ -138,3 +139,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         found = _SCHEDULE.fullmatch(self.schedule)
         assert found is not None
         return int(found[1] or 0)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

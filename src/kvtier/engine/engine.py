@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from kvtier.blocks.namespace import Namespace
-from kvtier.engine.answer import AnswerText, Completion, StreamPiece, cached_tokens_of, completion_of
+from kvtier.engine.answer import AnswerText, StreamPiece, cached_tokens_of, completion_of, piece_of
 from kvtier.engine.building import make_current, make_parts, make_runner, make_transfer
-from kvtier.engine.canary import Canary, Finding
+from kvtier.engine.canary import Canary
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.constraint.compiled import CompiledGrammar
 from kvtier.engine.constraint.compiler import GrammarCompiler
@@ -34,15 +34,17 @@ from kvtier.engine.device.prompt_scores import ScoredTokens
 from kvtier.engine.device.runner import Submitted, TokenResult
 from kvtier.engine.explanations import Explanations
 from kvtier.engine.gc_control import collect_young
+from kvtier.engine.loading_switch import LoadingSwitch
 from kvtier.engine.parting.partings import Partings
-from kvtier.engine.retentions import Retentions
-from kvtier.engine.sampling_params import MAX_PROMPT_SCORES, SamplingParams
+from kvtier.engine.request_checks import check_request
+from kvtier.engine.retentions import EngineRetentions
+from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.schedule.block_manager import make_block_manager
 from kvtier.engine.schedule.request import FinishReason, Request, Status
 from kvtier.engine.schedule.scheduler import Scheduler
 from kvtier.engine.schedule.step import Step, StepRow
-from kvtier.engine.trial import Trial
-from kvtier.errors import EngineStopped, InvalidGrammar, InvalidParameter, PromptTooLong
+from kvtier.engine.trial import Trial, suspects_of
+from kvtier.errors import EngineStopped, InvalidGrammar, InvalidParameter
 from kvtier.latency_guard import LatencyGuard
 from kvtier.models.loading import LoadedModel, LoadProgress
 from kvtier.models.progress import terminal_progress
@@ -58,7 +60,6 @@ logger = logging.getLogger(__name__)
 
 _TIER_WAIT_S = 0.01
 """How long a step with nothing to compute waits for a tier before it looks for new requests."""
-
 
 StepOutput = tuple[Request, StreamPiece]
 """A request, and the news that a step has for it."""
@@ -96,12 +97,10 @@ class Engine:
         self._counts = EngineCounts(num_blocks=parts.arena.num_blocks)
         self.metrics = EngineMetrics(self._counts, registry)
         self.partings = Partings(
-            parts.tokenizer,
-            shows_text=config.explain_text,
-            metrics=PartingMetrics(self.metrics.registry),
+            parts.tokenizer, shows_text=config.explain_text, metrics=PartingMetrics(self.metrics.registry)
         )
         self._hierarchy = None if self.transfer.traffic is None else self.transfer.traffic.hierarchy
-        self.retentions = Retentions(self._hierarchy, parts.namespace, config.block_size)
+        self.retentions = EngineRetentions(self._hierarchy, parts.namespace, config.block_size)
         self._explanations = Explanations(
             self.name, parts.namespace, config.block_size, self.transfer.note, self.partings, self.retentions
         )
@@ -111,6 +110,7 @@ class Engine:
             is_quantized=bool(parts.namespace_fields.quantization),
             count=self._counts.note_check,
         )
+        self.loading = LoadingSwitch(self.transfer, self._counts, parts.namespace)
         self._under_way: deque[Submitted] = deque()
         self._texts: dict[Request, AnswerText] = {}
         self._requests: dict[str, list[Request]] = {}
@@ -126,8 +126,6 @@ class Engine:
         self._num_unexplained = 0
         """Failures since the last token for which no single request was to blame."""
         self._log_limit = LogLimit(logger)
-        self.was_told = False
-        """Another engine's canary is why nothing is loaded."""
         self.num_steps = 0
         self.schedule_s = 0.0
         logger.info(
@@ -175,11 +173,6 @@ class Engine:
         """Idle work has begun and is not complete."""
         return self._canary.is_under_way
 
-    @property
-    def loading_off(self) -> str:
-        """Why nothing is loaded from the tiers; empty while loading is on. From any thread."""
-        return self.transfer.off_because
-
     def idle_step(self) -> None:
         """Compute a little of what the canary compares. Never raises: a check that fails is dropped."""
         make_current(self.arena.device)
@@ -190,38 +183,13 @@ class Engine:
             self._rewind([])
             return
         if finding is not None:
-            self._stop_loading(finding)
-
-    def _stop_loading(self, finding: Finding) -> None:
-        """Blocks that were loaded before are not used again either: the device forgets everything it has cached."""
-        namespace = self.namespace.hex()[:12]
-        logger.error(
-            "canary: the cache served wrong KV in namespace %s (%s): nothing is loaded from it until a restart or "
-            "`kvtier canary --resume`; drop the namespace first (`kvtier cache drop`)",
-            namespace,
-            finding.sentence(),
-        )
-        self._load_nothing(f"the canary found wrong KV in namespace {namespace}: {finding.sentence()}")
+            self.loading.stop_for(finding)
+            self._rewind([])  # nor are blocks used that were loaded before: the device forgets everything it has cached
 
     def stop_loading(self, because: str) -> None:
         """Load nothing from the tiers: another engine that shares this one's namespace found wrong KV there."""
-        if not self.transfer.off_because:
-            logger.error("canary: nothing is loaded until a restart or `kvtier canary --resume`: %s", because)
-            self.was_told = True
-            self._load_nothing(because)
-
-    def _load_nothing(self, because: str) -> None:
-        self.transfer.off_because = because
-        self._counts.is_loading_off = True
-        self._rewind([])
-
-    def resume_loading(self) -> None:
-        """Load from the tiers again, after the canary had stopped that."""
-        if self.transfer.off_because:
-            logger.warning("canary: loading is on again, as requested")
-            self.transfer.off_because = ""
-            self.was_told = False
-            self._counts.is_loading_off = False
+        if self.loading.stop_as_told(because):
+            self._rewind([])
 
     @property
     def holds_blocks(self) -> bool:
@@ -271,20 +239,7 @@ class Engine:
         if not isinstance(salt, str):
             raise InvalidParameter("cache_salt must be text")
         tokens = self.encode(prompt) if isinstance(prompt, str) else self.prompts.check(prompt)
-        if not tokens:
-            raise InvalidParameter("the prompt is empty")
-        if len(tokens) >= self.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens, but at most {self.max_model_len - 1} leave room for an answer"
-            )
-        if params.stop_strings and (self.tokenizer is None or self.tokenizer.is_absent):
-            raise InvalidParameter("stop strings need a tokenizer, and this model has none")
-        self._check_ids(params)
-        if params.prompt_logprobs is not None and len(tokens) * (params.prompt_logprobs + 1) > MAX_PROMPT_SCORES:
-            raise InvalidParameter(
-                f"prompt_logprobs must not be {params.prompt_logprobs} for a prompt of {len(tokens)} tokens: "
-                f"at most {MAX_PROMPT_SCORES} log-probabilities are kept"
-            )
+        check_request(tokens, params, self.parts)
         compiled = compiled or self.compile(params)
         self._canary.let_go(self.scheduler.blocks)
         room = self.max_model_len - len(tokens)
@@ -320,15 +275,6 @@ class Engine:
         self._note_levels()
         self.scheduler.note_taken_in(time.perf_counter() - began_at)
         return requests
-
-    def _check_ids(self, params: SamplingParams) -> None:
-        """Raises `InvalidParameter` for a bias of a token outside the vocabulary."""
-        vocab_size = self.loaded.config.vocab_size
-        token_id = max(params.logit_bias, default=0)
-        if token_id >= vocab_size:
-            raise InvalidParameter(
-                f"logit_bias must only name tokens of the vocabulary of {vocab_size}, not {token_id}"
-            )
 
     def wake(self) -> None:
         """From any thread: if a step waits for a tier, look for new requests first."""
@@ -378,10 +324,7 @@ class Engine:
         """
         left = [one for requests in self._requests.values() for one in requests if one.status is not Status.FINISHED]
         culprit = self.scheduler.at
-        at_risk = {row.request for row in self._rows_at_risk}
-        # Most likely it is the newest: the others were computed before.
-        suspects = [one for one in reversed(left) if one in at_risk] or left[::-1]
-        suspects.sort(key=lambda one: one.num_outputs)
+        suspects = suspects_of(left, {row.request for row in self._rows_at_risk})
         self._rewind(left)
         if culprit is None and suspects:
             trial = Trial(self.scheduler, self.runner)
@@ -406,26 +349,19 @@ class Engine:
             request.prefetch.leave()
             self.runner.forget(request)
             self._constraints.rewind(request)
-        self._drop_steps()
-        self._rows_at_risk = ()
-        self._canary.forget()
-        self.transfer.start_over()
-        self.scheduler = self._make_scheduler()
+        self._clear_device()
         for request in requests:
             request.rewind()
 
     def _fail(self, request: Request, error: Exception) -> StreamPiece:
         """End a request that the scheduler does not have, with its text so far."""
-        self._note_failure(request, error)
+        trace = "".join(traceback.format_exception(error))
+        self._log_limit.warning("failure", "request %s failed, and no other: %s", request.id, trace)
         request.status = Status.FINISHED
         request.finish_reason = FinishReason.ERROR
         request.times.finished_at = time.monotonic()
         self._note_end(request)
-        return _piece(request, [], "", completion_of(request, self._texts[request].text))
-
-    def _note_failure(self, request: Request, error: Exception) -> None:
-        trace = "".join(traceback.format_exception(error))
-        self._log_limit.warning("failure", "request %s failed, and no other: %s", request.id, trace)
+        return piece_of(request, [], "", completion_of(request, self._texts[request].text))
 
     def _start_over(self) -> None:
         self._is_broken = True
@@ -437,14 +373,18 @@ class Engine:
                     request.finish_reason = FinishReason.ERROR
                     self.runner.forget(request)
                     self._note_end(request)
-        self._drop_steps()
         self._take_early()
+        self._clear_device()
+        self._note_levels()
+        self._is_broken = False
+
+    def _clear_device(self) -> None:
+        """Afterwards nothing is in flight or cached on the device, and the scheduler has no requests."""
+        self._drop_steps()
         self._rows_at_risk = ()
         self._canary.forget()
         self.transfer.start_over()
         self.scheduler = self._make_scheduler()
-        self._note_levels()
-        self._is_broken = False
 
     def _note_levels(self) -> None:
         counts, scheduler = self._counts, self.scheduler
@@ -595,7 +535,7 @@ class Engine:
         if request.status is Status.FINISHED:
             return []
         known += scored.tokens[len(known) - scored.start :]
-        return [(request, _piece(request, [], ""))] if request.lacks_prompt_scores else []
+        return [(request, piece_of(request, [], ""))] if request.lacks_prompt_scores else []
 
     def _give_up(self, request: Request, error: Exception) -> StreamPiece:
         """End a request whose token could not be processed."""
@@ -626,7 +566,7 @@ class Engine:
             return self._end(request, FinishReason.STOP, [token_id])
         if request.num_outputs >= request.max_tokens:
             return self._end(request, FinishReason.LENGTH, [token_id])
-        return _piece(request, [token_id], text.take())
+        return piece_of(request, [token_id], text.take())
 
     def _end(self, request: Request, reason: FinishReason, token_ids: Sequence[int] = ()) -> StreamPiece:
         self.scheduler.finish(request, reason)
@@ -640,7 +580,7 @@ class Engine:
         if text.is_stopped and reason is FinishReason.LENGTH:  # its last characters were still held back
             request.finish_reason = FinishReason.STOP
         self._note_end(request)
-        return _piece(request, list(token_ids), text.take(), completion_of(request, text.text, text.stop))
+        return piece_of(request, list(token_ids), text.take(), completion_of(request, text.text, text.stop))
 
     def explain(self, request_id: str) -> Explanation:
         """Why no more of a recent prompt was cached. Raises `InvalidParameter` if it is unknown or too old.
@@ -655,18 +595,3 @@ class Engine:
         """Its outputs were read."""
         for request in self._requests.pop(request_id, ()):
             self._texts.pop(request, None)
-
-
-def _piece(request: Request, token_ids: list[int], text: str, completion: Completion | None = None) -> StreamPiece:
-    logprobs = None
-    if request.params.logprobs is not None:
-        logprobs = request.logprobs[len(request.logprobs) - len(token_ids) :]
-    prompt = None
-    if request.params.prompt_logprobs is not None and request.num_scores_told < len(request.prompt_scores):
-        prompt = request.prompt_scores[request.num_scores_told :]
-        request.num_scores_told = len(request.prompt_scores)
-    cached = None
-    is_first = request.index == 0 and request.num_outputs == len(token_ids)
-    if is_first and (token_ids or completion is not None):
-        cached = {tier: count for tier, count in cached_tokens_of(request).items() if count}
-    return StreamPiece(request.index, token_ids, text, logprobs, completion, prompt, cached)

@@ -10,7 +10,7 @@ import msgspec
 from kvtier.blocks.namespace import Namespace
 from kvtier.engine.answer import cached_tokens_of
 from kvtier.engine.parting.partings import Partings
-from kvtier.engine.retentions import Retentions
+from kvtier.engine.retentions import EngineRetentions
 from kvtier.engine.schedule.request import Request
 from kvtier.errors import InvalidParameter
 from kvtier.tiers.explanation import Explanation, MatchEnd
@@ -30,7 +30,7 @@ class Explanations:
         block_tokens: int,
         note: Callable[[Explanation], None],
         partings: Partings,
-        retentions: Retentions,
+        retentions: EngineRetentions,
     ) -> None:
         self._model = model
         self._namespace = namespace

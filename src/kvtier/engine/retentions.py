@@ -31,7 +31,7 @@ _FAILED = "the cache did not answer"
 Tell = Callable[[list[RetentionOutcome]], None]
 
 
-class Retentions:
+class EngineRetentions:
     """The retentions of one engine; without `hierarchy`, nothing is granted. `close` ends its thread."""
 
     def __init__(self, hierarchy: Hierarchy | None = None, namespace: Namespace | None = None, block_tokens: int = 1):

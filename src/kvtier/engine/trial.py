@@ -6,7 +6,7 @@ The engine's thread calls it after a failure, with an otherwise empty scheduler.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.engine.device.runner import Runner
 from kvtier.engine.sampling_params import SamplingParams
@@ -50,6 +50,15 @@ class Trial:
             self._runner.forget(request)
         self._scheduler.finish(request, FinishReason.ABORT)
         return True
+
+
+def suspects_of(requests: Sequence[Request], at_risk: Collection[Request]) -> list[Request]:
+    """The requests that may have made a step fail, the most likely first: the newest, the others were computed before.
+
+    `at_risk` are those of the step; without any, all are suspects.
+    """
+    suspects = [one for one in reversed(requests) if one in at_risk] or list(reversed(requests))
+    return sorted(suspects, key=lambda one: one.num_outputs)
 
 
 def _copy(request: Request) -> Request:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvtier.kernels import dependent_launch, tuning
-from kvtier.kernels.paged_attention import operand
+from kvtier.kernels.operands import operand
 from kvtier.kernels.quantized_rows import QuantizedRows
 
 _GATE_COLUMNS = 2048

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kvtier.kernels import dependent_launch, elementwise, tuning
-from kvtier.kernels.paged_attention import shared_bytes_of
+from kvtier.kernels.operands import shared_bytes_of
 from kvtier.kernels.quantized_rows import QuantizedRows
 from kvtier.kernels.split_product import joined, make_counters, make_parts
 

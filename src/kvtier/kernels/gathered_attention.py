@@ -18,7 +18,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvtier.kernels import tuning
-from kvtier.kernels.paged_attention import operand, row_of_tile, shared_bytes_of
+from kvtier.kernels.attention_parts import row_of_tile
+from kvtier.kernels.operands import operand, shared_bytes_of
 
 
 def gathered_attention(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kvtier.kernels import tuning
-from kvtier.kernels.paged_attention import operand, shared_bytes_of
+from kvtier.kernels.operands import operand, shared_bytes_of
 from kvtier.kernels.split_product import joined, make_counters, make_parts
 
 __all__ = ["can_pack", "dequantize", "linear", "make_counters", "pack"]

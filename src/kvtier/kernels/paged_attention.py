@@ -1,9 +1,9 @@
-"""Attention over paged KV in Triton: one kernel for prefills, decodes and anything between, and one that joins parts.
+"""Attention over paged KV in Triton: one kernel for prefills, decodes and anything between.
 
 `reference.paged_attention` is the twin and the definition. The query heads that share a KV head are rows of one
 tile, so K and V are read once for all of them. Where tiles are too few to fill the GPU, as for a few queries behind a
-long cached prefix, the keys of each tile are split among several programs. The last
-program of a tile to finish joins a few small parts, in order; the second kernel joins many parts, in parallel.
+long cached prefix, the keys of each tile are split among several programs. The last program of a tile to finish joins a
+few small parts, in order; a second kernel joins many parts, in parallel (`attention_parts`).
 The rows of a decode may be cut by `shares`, so that a long one among short ones has many programs.
 Grids come from shapes alone: nothing waits for the device, and a CUDA graph can hold a launch. Addresses in the cache
 are summed in 64 bits, for an arena exceeds 2**31 elements.
@@ -14,9 +14,7 @@ are summed in 64 bits, for an arena exceeds 2**31 elements.
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
 
 import torch
 import triton
@@ -24,6 +22,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvtier.kernels import dependent_launch, tuning
+from kvtier.kernels.attention_parts import join_kernel, joined_parts, row_of_tile
+from kvtier.kernels.operands import operand, shared_bytes_of
 
 # What differs from step to step must not make Triton compile anew in the middle of serving.
 _VARYING = ["num_rows", "splits", "table_stride"]
@@ -78,21 +78,6 @@ def paged_attention(
             sizes,
         )
     return out
-
-
-def operand(dtype: torch.dtype) -> tl.dtype:
-    """The dtype of the matrix products. Triton's interpreter would multiply bfloat16 as whole numbers."""
-    if dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
-        return tl.float32
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
-
-
-@functools.cache
-def shared_bytes_of(device: torch.device) -> int:
-    """The shared memory that one program may take; unlimited if Triton interprets."""
-    if device.type != "cuda":
-        return sys.maxsize
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def _attend(
@@ -184,7 +169,7 @@ def _attend(
         enable_fp_fusion=tuning.FUSE_MULTIPLY_ADD,
     )
     if is_split and not joins_last:
-        _join_kernel[(num_tiles, kv_heads, tile_queries * sizes["GROUP"])](
+        join_kernel[(num_tiles, kv_heads, tile_queries * sizes["GROUP"])](
             out,
             parts,
             best,
@@ -273,25 +258,6 @@ def _attend_keys(
         values = tl.dot(weights.to(OPERAND), value, values, input_precision=PRECISION)
         best = new_best
     return values, best, total
-
-
-@triton.jit
-def row_of_tile(tile, starts_ptr, num_rows, TILE_QUERIES: tl.constexpr, HAS_ROW_TILES: tl.constexpr):
-    """The row of a tile, and the row's first tile: rows begin at tile `start // TILE_QUERIES + row`."""
-    low = tile * 0
-    if HAS_ROW_TILES:
-        low = tile
-        first_tile = tile
-    else:
-        base = tl.load(starts_ptr)
-        high = num_rows
-        while high - low > 1:
-            middle = (low + high) // 2
-            is_before = (tl.load(starts_ptr + middle) - base) // TILE_QUERIES + middle <= tile
-            low = tl.where(is_before, middle, low)
-            high = tl.where(is_before, high, middle)
-        first_tile = (tl.load(starts_ptr + low) - base) // TILE_QUERIES + low
-    return low, first_tile
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING_ALIGNMENT)
@@ -471,92 +437,9 @@ def _attend_kernel(
             tl.debug_barrier()  # all threads have stored before one of them counts
             if tl.atomic_add(counters_ptr + tile_number, 1, sem="acq_rel") < num_parts - 1:
                 return
-            values, total = _joined(
+            values, total = joined_parts(
                 parts_ptr, best_ptr, total_ptr, first_place, num_parts, is_row, HEAD_DIM, DIM, TILE_ROWS
             )
             tl.store(counters_ptr + tile_number, 0)
     attended = values / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=is_kept)
-
-
-@triton.jit
-def _joined(
-    parts_ptr,
-    best_ptr,
-    total_ptr,
-    first_place,
-    num_parts,
-    is_row,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
-    """The weighted values and the sum of weights of a tile, over `num_parts` consecutive parts."""
-    AT_ONCE: tl.constexpr = max(16384 // (TILE_ROWS * DIM), 1)  # as many as registers are free for
-    dims = tl.arange(0, DIM)[None, :]
-    is_dim = dims < HEAD_DIM
-    values = tl.zeros((TILE_ROWS, DIM), dtype=tl.float32)
-    best = tl.full((TILE_ROWS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((TILE_ROWS,), dtype=tl.float32)
-    for first in range(0, num_parts, AT_ONCE):
-        for other in tl.static_range(AT_ONCE):
-            is_read = tl.where(first + other < num_parts, is_row, False)
-            places = first_place + (first + other) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-            # Bypass the first-level cache, which may hold data from before another multiprocessor wrote it.
-            part_best = tl.load(best_ptr + places, mask=is_read, other=float("-inf"), cache_modifier=".cg")
-            part_total = tl.load(total_ptr + places, mask=is_read, other=0.0, cache_modifier=".cg")
-            part_ptrs = parts_ptr + places[:, None] * HEAD_DIM + dims
-            part = tl.load(part_ptrs, mask=is_read[:, None] & is_dim, other=0.0, cache_modifier=".cg")
-            new_best = tl.maximum(best, part_best)
-            shift = tl.where(new_best == float("-inf"), 0.0, new_best)
-            decay = tl.exp2(best - shift)
-            weight = tl.exp2(part_best - shift)
-            values = values * decay[:, None] + part * weight[:, None]
-            total = total * decay + part_total * weight
-            best = new_best
-    return values, total
-
-
-@triton.jit(do_not_specialize=_VARYING[:2], do_not_specialize_on_alignment=["starts_ptr"])
-def _join_kernel(
-    out_ptr,
-    parts_ptr,
-    best_ptr,
-    total_ptr,
-    starts_ptr,
-    num_rows,
-    splits,
-    out_token_stride,
-    out_head_stride,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    HAS_ROW_TILES: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
-    """The parts of one query and one head, weighed by their largest scores, make its attention."""
-    TILE_QUERIES: tl.constexpr = TILE_ROWS // GROUP
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    tile_row = tl.program_id(2)
-    row, first_tile = row_of_tile(tile, starts_ptr, num_rows, TILE_QUERIES, HAS_ROW_TILES)
-    start = tl.load(starts_ptr + row)
-    query = (tile - first_tile) * TILE_QUERIES + tile_row // GROUP
-    if query >= tl.load(starts_ptr + row + 1) - start:
-        return
-    parts = tl.arange(0, MAX_SPLITS)
-    is_part = parts < splits
-    places = ((tile.to(tl.int64) * tl.num_programs(1) + kv_head) * splits + parts) * TILE_ROWS + tile_row
-    dims = tl.arange(0, DIM)
-    is_dim = dims < HEAD_DIM
-    best = tl.load(best_ptr + places, mask=is_part, other=float("-inf"))
-    highest = tl.max(best, 0)
-    weights = tl.exp2(best - tl.where(highest == float("-inf"), 0.0, highest))
-    total = tl.sum(weights * tl.load(total_ptr + places, mask=is_part, other=0.0), 0)
-    is_kept = is_part[:, None] & is_dim[None, :]
-    values = tl.load(parts_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=is_kept, other=0.0)
-    attended = tl.sum(values * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    out_ptrs = out_ptr + (start + query).to(tl.int64) * out_token_stride
-    out_ptrs += (kv_head * GROUP + tile_row % GROUP) * out_head_stride + dims
-    tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=is_dim)

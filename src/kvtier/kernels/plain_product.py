@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvtier.kernels import dependent_launch, tuning
-from kvtier.kernels.paged_attention import operand, shared_bytes_of
+from kvtier.kernels.operands import operand, shared_bytes_of
 from kvtier.kernels.split_product import joined, make_counters, make_parts
 
 __all__ = ["linear", "make_counters"]

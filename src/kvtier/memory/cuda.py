@@ -42,7 +42,7 @@ _SOURCE_IN_STREAM_ORDER = 1
 _SOURCE_ANY_TIME = 3
 
 
-class Direction(enum.Enum):
+class CopyDirection(enum.Enum):
     """The direction of copies. The value is CUDA's `cudaMemcpyKind`."""
 
     TO_DEVICE = 1
@@ -88,8 +88,8 @@ class _CopyAttributes(ctypes.Structure):
 
 # Sources on the host are complete before a copy is requested; sources on the device, when the stream gets there.
 _ATTRIBUTES = {
-    Direction.TO_DEVICE: _CopyAttributes(source_order=_SOURCE_ANY_TIME),
-    Direction.TO_HOST: _CopyAttributes(source_order=_SOURCE_IN_STREAM_ORDER),
+    CopyDirection.TO_DEVICE: _CopyAttributes(source_order=_SOURCE_ANY_TIME),
+    CopyDirection.TO_HOST: _CopyAttributes(source_order=_SOURCE_IN_STREAM_ORDER),
 }
 _FROM_THE_FIRST = array("Q", [0])
 
@@ -153,25 +153,25 @@ class Cudart:
         with self.relaxed():
             self._check(self._library.cudaSetDevice(device), f"cannot use GPU {device}")
 
-    def copy(self, copies: CopyBatch, direction: Direction, stream: int) -> None:
+    def copy(self, copies: CopyBatch, direction: CopyDirection, stream: int) -> None:
         """Begin copies from or to registered memory, in the order of `stream`, which is not the legacy one."""
         if self._can_batch and self._copy_batch(copies, direction, stream):
             return
         self.copy_each(copies, direction, stream)
 
-    def copy_each(self, copies: CopyBatch, direction: Direction, stream: int) -> None:
+    def copy_each(self, copies: CopyBatch, direction: CopyDirection, stream: int) -> None:
         """Like `copy`, with a call per entry. Takes any memory: if it is not registered, a call waits for its copy."""
         copy_one, kind = self._library.cudaMemcpyAsync, direction.value
-        sides = (copies.device, copies.host) if direction is Direction.TO_DEVICE else (copies.host, copies.device)
+        sides = (copies.device, copies.host) if direction is CopyDirection.TO_DEVICE else (copies.host, copies.device)
         for destination, source, nbytes in zip(*sides, copies.sizes, strict=True):
             status = copy_one(destination, source, nbytes, kind, stream)
             if status:
                 self._check(status, f"a copy of {nbytes} bytes failed")
 
-    def copy_rows(self, rows: Rows, direction: Direction, stream: int) -> None:
+    def copy_rows(self, rows: Rows, direction: CopyDirection, stream: int) -> None:
         """Begin one copy from or to registered memory."""
         sides = ((rows.device, rows.nbytes), (rows.host, rows.host_pitch_bytes))
-        target, source = sides if direction is Direction.TO_DEVICE else sides[::-1]
+        target, source = sides if direction is CopyDirection.TO_DEVICE else sides[::-1]
         status = self._library.cudaMemcpy2DAsync(*target, *source, rows.nbytes, rows.count, direction.value, stream)
         self._check(status, f"a copy of {rows.count} x {rows.nbytes} bytes failed")
 
@@ -185,13 +185,13 @@ class Cudart:
         with self.relaxed():
             self._check(self._library.cudaHostUnregister(address), "cannot unregister memory")
 
-    def _copy_batch(self, copies: CopyBatch, direction: Direction, stream: int) -> bool:
+    def _copy_batch(self, copies: CopyBatch, direction: CopyDirection, stream: int) -> bool:
         """False if the runtime refuses. Copies that it has begun may be repeated: the bytes are the same."""
         device, host = copies.device.buffer_info()[0], copies.host.buffer_info()[0]
         sizes, count = copies.sizes.buffer_info()
         failed_at = ctypes.c_size_t()
         status = self._library.cudaMemcpyBatchAsync(
-            *((device, host) if direction is Direction.TO_DEVICE else (host, device)),
+            *((device, host) if direction is CopyDirection.TO_DEVICE else (host, device)),
             sizes,
             count,
             ctypes.addressof(_ATTRIBUTES[direction]),

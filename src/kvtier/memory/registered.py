@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.memory.cuda import PIECE_BYTES, CopyBatch, Cudart, Direction, Registration, Rows, cut
+from kvtier.memory.cuda import PIECE_BYTES, CopyBatch, CopyDirection, Cudart, Registration, Rows, cut
 from kvtier.memory.mapped import MappedArena
 
 
@@ -77,7 +77,7 @@ class RegisteredArenas:
         arena: MappedArena,
         offsets: Sequence[int],
         nbytes: int,
-        direction: Direction,
+        direction: CopyDirection,
         stream: int,
     ) -> None:
         """Begin to copy `nbytes` at each device address and offset. If the memory is not registered, this waits.
@@ -88,7 +88,7 @@ class RegisteredArenas:
         if fast.sizes:
             self._cudart.copy(fast, direction, stream)
         if slow.sizes:
-            if direction is Direction.TO_HOST:
+            if direction is CopyDirection.TO_HOST:
                 for offset in offsets:
                     arena.populate(offset, nbytes)
             self._cudart.copy_each(slow, direction, stream)
@@ -99,7 +99,7 @@ class RegisteredArenas:
         arena: MappedArena,
         offsets: Sequence[int],
         rows: RowShape,
-        direction: Direction,
+        direction: CopyDirection,
         stream: int,
     ) -> None:
         """Like `copy`, for rows that are dense at each device address and `rows.pitch_bytes` apart at each offset."""

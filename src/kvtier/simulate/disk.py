@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from kvtier.blocks.block import Block, PrefixIndex, Presence
 from kvtier.blocks.eviction import Eviction, eviction_policy
 from kvtier.blocks.hashing import BlockHash
-from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
+from kvtier.blocks.pool import BlockPool
 from kvtier.cacheserver.disk_admission import DiskAdmission
 from kvtier.cacheserver.memory_policy import Policy, memory_policy
 from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace
 from kvtier.cacheserver.persistence import NoDisk, StoredRun
-from kvtier.stores.disk import DiskStore, StoredBlock
+from kvtier.stores.disk import DiskStore
+from kvtier.stores.stored_block import StoredBlock
 
 _NO_STORE = cast("DiskStore", None)
 """Stands in for the store in a `StoredRun`: there is no real one."""

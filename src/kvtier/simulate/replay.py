@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvtier.blocks.block import Block, PrefixIndex
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.policies import EvictionPolicy
-from kvtier.blocks.pool import Block, BlockPool, PrefixIndex
+from kvtier.blocks.pool import BlockPool
 from kvtier.simulate.trace import BLOCK_TOKENS, TracedRequest
 
 Clock = Callable[[], float]

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvtier.blocks.block import Block
 from kvtier.blocks.eviction import Eviction
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import Block
 from kvtier.cacheserver.cached_blocks import CachedBlocks
 from kvtier.cacheserver.cluster_below import NO_CLUSTER
 from kvtier.cacheserver.disk_admission import DiskAdmission, StoreOn, WriteBudget

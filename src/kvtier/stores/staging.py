@@ -11,7 +11,7 @@ from kvtier.memory.copying import address_of
 PAGE_BYTES = 4096
 
 
-class Staging:
+class SegmentStaging:
     """Memory suitable for direct I/O: a page for a segment's head, and room for its payload."""
 
     def __init__(self, nbytes: int) -> None:
@@ -35,22 +35,22 @@ class StagingPool:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._lock = threading.Lock()
-        self._idle: deque[Staging] = deque()
+        self._idle: deque[SegmentStaging] = deque()
         self._num_unneeded = 0
 
     @property
     def idle_bytes(self) -> int:
         return len(self._idle) * self._nbytes
 
-    def take(self) -> Staging:
+    def take(self) -> SegmentStaging:
         with self._lock:
             if self._idle:
                 staging = self._idle.pop()
                 self._num_unneeded = min(self._num_unneeded, len(self._idle))
                 return staging
-        return Staging(self._nbytes)
+        return SegmentStaging(self._nbytes)
 
-    def give(self, staging: Staging) -> None:
+    def give(self, staging: SegmentStaging) -> None:
         with self._lock:
             self._idle.append(staging)
 

@@ -10,12 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvtier.blocks.block import ENDED, Block, PrefixIndex, Presence
 from kvtier.blocks.eviction import Eviction, eviction_policy
 from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.match_end import MatchEnd
-from kvtier.blocks.pool import ENDED, Block, BlockPool, PrefixIndex, Presence
+from kvtier.blocks.pool import BlockPool
 from kvtier.blocks.retention import Granted, Retention
 from kvtier.errors import ConfigError, TierFull
 from kvtier.memory.copying import Buffer, byte_views

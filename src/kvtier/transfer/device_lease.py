@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtier.blocks.pool import Block
+from kvtier.blocks.block import Block
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,151 +7,26 @@ handed to the tiers' threads behind the one before. The engine's thread calls ev
 
 from __future__ import annotations
 
-import enum
 import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.transfer.copier import Copies
-from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.found_segments import FoundSegments
 from kvtier.transfer.load import Load, LoadPlan, Order
 from kvtier.transfer.match_budget import MatchBudget
 from kvtier.transfer.matching import TierMatch
+from kvtier.transfer.prefetch_state import READY, WAIT, History, MatchEnding, PrefetchState, Verdict, ending_of
+from kvtier.transfer.prompt_blocks import PromptBlocks
 from kvtier.transfer.traffic import Traffic
 
 _MAX_REMATCHES = 2
 _MAX_OFFERED_AGAIN = 1 << 18
 _GROWTH_PIECES = 4
 """A prompt takes blocks for this many pieces at a time while others compute."""
-
-
-class PromptBlocks(Protocol):
-    """One prompt's tokens, and its blocks on the device as its engine keeps them."""
-
-    block_tokens: int
-
-    @property
-    def ids(self) -> list[int]:
-        """Its blocks on the device, in order."""
-        ...
-
-    @property
-    def hashes(self) -> list[BlockHash]:
-        """The hashes of its full blocks, as far as they were computed."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens known so far."""
-        ...
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens already available. The last is always computed."""
-        ...
-
-    @property
-    def num_filled(self) -> int:
-        """Tokens whose KV is in the blocks: `num_computed`, or one more if that includes the last token."""
-        ...
-
-    @property
-    def num_wanted(self) -> int:
-        """Leading blocks that are useful if they are hits."""
-        ...
-
-    def hash_up_to(self, end: int | None) -> None:
-        """Hash full blocks of known tokens, but none beyond block `end` from now on; without `end`, all of them."""
-        ...
-
-    def extend_hashes(self) -> None:
-        """Hash the full blocks of known tokens that are not hashed yet, up to the limit of `hash_up_to`."""
-        ...
-
-    def num_on_device(self) -> int:
-        """Leading blocks that the device has, or will compute for another prompt."""
-        ...
-
-    def extend(self) -> bool:
-        """Take the next blocks that the device has. False if another prompt is computing the next one: wait."""
-        ...
-
-    def grow(self, num_blocks: int) -> bool:
-        """Have `num_blocks` blocks, to load into. False, and nothing changes, if there is no room."""
-        ...
-
-    def fill(self, num_blocks: int) -> None:
-        """The first `num_blocks` were loaded."""
-        ...
-
-    def show(self) -> None:
-        """Loaded blocks are now valid for every later step and for other prompts."""
-        ...
-
-    def unclaim(self) -> None:
-        """Blocks taken beyond `num_computed` will not be loaded: no prompt need wait for them."""
-        ...
-
-    def lease(self, first: int, end: int) -> DeviceLease:
-        """Blocks `first..end`, to be copied away."""
-        ...
-
-
-class PrefetchState(enum.Enum):
-    """How far a prompt's prefetch has come."""
-
-    UNASKED = enum.auto()
-    MATCHING = enum.auto()
-    """The tiers were asked. Their answer is unknown yet, or none of it is being loaded."""
-    LOADING = enum.auto()
-    """Blocks come from the front, or blocks of the device are being taken for that."""
-    MEETING = enum.auto()
-    """Blocks come from the back while the front is computed."""
-    FINISHED = enum.auto()
-    """Loading is finished."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How much of a prompt may be computed now: nothing, at most `num_tokens`, or all that is left."""
-
-    may_compute: bool
-    num_tokens: int | None = None
-
-
-WAIT = Verdict(False)
-READY = Verdict(True)
-
-
-@dataclass(frozen=True, slots=True)
-class MatchEnding:
-    """Why no more of a prompt was cached: `tier` gave `reason` for the block at `position`."""
-
-    position: int
-    reason: MatchEnd
-    tier: str
-    detail: str = ""
-
-
-@dataclass(slots=True)
-class History:
-    """What was done for a prompt. Times are `time.monotonic`, zero until the event first happens.
-
-    `loaded_spans` has the first and the end of each run of loaded blocks. `loaded_tokens` is by source tier, and counts
-    until the prompt first gives up its blocks.
-    """
-
-    asked_at: float = 0.0
-    answered_at: float = 0.0
-    load_began_at: float = 0.0
-    load_ended_at: float = 0.0
-    loaded_spans: list[tuple[int, int]] = field(default_factory=list)
-    loaded_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -465,7 +340,7 @@ class Prefetch:
                 self.state = PrefetchState.FINISHED
             return
         if self.ending is None:
-            self.ending = _ending_of(match, self.blocks)
+            self.ending = ending_of(match, self.blocks)
         self._shared.traffic.matcher.give_up(match)
         self.match = None
         if self.load is None:
@@ -644,20 +519,3 @@ class NoPrefetch(Prefetch):
 
     def leave(self) -> None:
         pass
-
-
-def _ending_of(match: TierMatch, blocks: PromptBlocks) -> MatchEnding:
-    """What ended the match of a prompt for which no more is loaded."""
-    block_tokens = blocks.block_tokens
-    position = blocks.num_filled // block_tokens
-    # Loading from the back leaves out the block of the last token, whether it was a hit or not.
-    before_last = (blocks.num_tokens - 1) // block_tokens
-    if position >= (before_last if match.has_all else blocks.num_wanted):
-        return MatchEnding(position, MatchEnd.ALL, "")
-    left = next((span for span in match.spans if span.end > position), None)
-    if left is None:
-        ending = match.ending
-        return MatchEnding(max(position, ending.position), ending.ended, ending.tier)
-    if left.first <= position:
-        return MatchEnding(position, MatchEnd.SLOWER, left.tier)
-    return MatchEnding(position, MatchEnd.LOST, "device", "evicted while the request waited")

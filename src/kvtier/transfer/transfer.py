@@ -17,7 +17,9 @@ from kvtier.tiers.explanation import Explanation, MatchEnd
 from kvtier.transfer.copier import Copies
 from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.match_budget import PIECE_BLOCKS, MatchBudget
-from kvtier.transfer.prefetch import MatchEnding, NoPrefetch, Prefetch, PrefetchState, PromptBlocks, SharedState
+from kvtier.transfer.prefetch import NoPrefetch, Prefetch, SharedState
+from kvtier.transfer.prefetch_state import MatchEnding, PrefetchState
+from kvtier.transfer.prompt_blocks import PromptBlocks
 from kvtier.transfer.traffic import Traffic
 
 _LOOK_AHEAD = 64

@@ -29,7 +29,7 @@ import xxhash
 from kvtier.errors import ConfigError
 from kvtier.memory.scattered import Scattered
 from kvtier.stores.files import Files
-from kvtier.stores.staging import PAGE_BYTES, Staging, StagingPool, whole_pages
+from kvtier.stores.staging import PAGE_BYTES, SegmentStaging, StagingPool, whole_pages
 from kvtier.vineyard.file_owner import give_up_name, owner_name
 from kvtier.vineyard.folder_trust import WRITABLE_BY_OTHERS, check_folder
 
@@ -93,7 +93,7 @@ class Segment:
     """A segment in flight. `parts` are its head and its payload, in the staging or in the caller's memory."""
 
     number: int
-    staging: Staging
+    staging: SegmentStaging
     parts: list[memoryview]
 
     @property
@@ -190,7 +190,7 @@ class ChunkFiles:
         try:
             fd = self.files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag)
             try:
-                self.files.write(fd, [Staging(PAGE_BYTES).head], 0)
+                self.files.write(fd, [SegmentStaging(PAGE_BYTES).head], 0)
                 self.files.sync(fd)
                 self._own_uid = os.fstat(fd).st_uid  # a file server may map us to another number
             finally:

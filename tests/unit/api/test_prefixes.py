@@ -334,7 +334,7 @@ def test_a_tenant_of_the_cache_server_has_the_room_of_its_quota(tmp_path: Path) 
 def test_an_engine_that_stores_nothing_is_told_of(
     server: Running, below: StoringEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.api.prefixes.prefixes._STORED_S", 0.05)
+    monkeypatch.setattr("kvtier.api.prefixes.filling._STORED_S", 0.05)
     below.stores = False
     with http_client(server) as client:
         error = warm(client)[-1]["error"]

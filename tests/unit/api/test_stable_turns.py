@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from kvtier.engine.process.messages import ChatPrompt
-from kvtier.engine.process.server import template_message
+from kvtier.engine.process.prompt_making import template_message
 from tests.support.agent_chat import SCHEMA
 from tests.support.chat_templates import ALWAYS_THINKING, TEMPLATES, THINKING, answer_text, render
 from tests.support.fake_engine import MODEL, FakeEngine, Running, config_of, fake_engine, running

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.blocks.adaptive_policy import AdaptivePolicy
+from kvtier.blocks.block import Block, PrefixIndex
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.policies import LruPolicy
-from kvtier.blocks.pool import Block, BlockPool, PrefixIndex
+from kvtier.blocks.pool import BlockPool
 from kvtier.blocks.retention import Retention
 from kvtier.blocks.reuse_model import NEW_CLASS
 from kvtier.simulate.replay import replay

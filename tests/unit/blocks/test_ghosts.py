@@ -7,10 +7,11 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.blocks.block import PrefixIndex
 from kvtier.blocks.ghosts import MAX_GHOSTS, Ghosts, scope_of
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
-from kvtier.blocks.pool import BlockPool, PrefixIndex
+from kvtier.blocks.pool import BlockPool
 
 
 def name(number: int) -> BlockHash:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.blocks.block import Block, PrefixIndex, Presence
 from kvtier.blocks.hashing import BlockHash
-from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
+from kvtier.blocks.pool import BlockPool
 
 
 def names(*texts: str) -> list[BlockHash]:

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
+from kvtier.blocks.block import Block, PrefixIndex, Presence
 from kvtier.blocks.fair_policy import FairPolicy
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.policies import LruPolicy
-from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
+from kvtier.blocks.pool import BlockPool
 from kvtier.blocks.retaining_policy import ARRIVAL_S
 from kvtier.blocks.retention import MAX_TTL_S, Retention
 from kvtier.blocks.share import Share

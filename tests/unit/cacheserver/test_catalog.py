@@ -10,18 +10,19 @@ from typing import cast
 
 import pytest
 
+from kvtier.blocks.block import Block
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import Block
 from kvtier.cacheserver.catalog import Catalog
 from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
 from kvtier.cacheserver.persistence import NoDisk
 from kvtier.cacheserver.served_client import ServedClient
 from kvtier.cacheserver.tenants import Tenant
 from kvtier.errors import TierRefused
-from kvtier.stores.disk import DiskStore, StoredBlock
+from kvtier.stores.disk import DiskStore
+from kvtier.stores.stored_block import StoredBlock
 from kvtier.wire.messages import LISTED_EVICTED, LISTED_MEMORY, LISTED_PENDING, LISTED_PINNED
 from tests.support.waiting import LIMIT_S
 

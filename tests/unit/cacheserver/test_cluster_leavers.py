@@ -15,7 +15,8 @@ from kvtier.cacheserver.bandwidth import Bandwidth
 from kvtier.cacheserver.cluster_leavers import DiskLeavers
 from kvtier.cacheserver.cluster_spaces import ClusterSpaces
 from kvtier.cacheserver.persistence import Disk
-from kvtier.stores.disk import DiskStore, StoredBlock
+from kvtier.stores.disk import DiskStore
+from kvtier.stores.stored_block import StoredBlock
 from kvtier.testing.tier_contract import chain
 from tests.support.waiting import FOR_EVER_S, wait_until
 

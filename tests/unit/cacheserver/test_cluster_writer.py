@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from kvtier.blocks.pool import BlockState
+from kvtier.blocks.block import BlockState
 from kvtier.cacheserver import cluster_writer
 from kvtier.cacheserver.bandwidth import Bandwidth
 from kvtier.cacheserver.cluster_spaces import ClusterSpaces

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.blocks.block import Block, PrefixIndex
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.policies import EvictionPolicy
-from kvtier.blocks.pool import Block, BlockPool, PrefixIndex
+from kvtier.blocks.pool import BlockPool
 from kvtier.cacheserver.disk_aware_lru import DiskAwareLru
 from kvtier.cacheserver.disk_aware_policy import DiskAwarePolicy
 from kvtier.cacheserver.namespaces import MemoryBlock

@@ -14,7 +14,7 @@ from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Grant
 from kvtier.cacheserver.catalog import Catalog
-from kvtier.cacheserver.connection import ClientRequests
+from kvtier.cacheserver.client_requests import ClientRequests
 from kvtier.cacheserver.connection_context import ConnectionContext
 from kvtier.cacheserver.persistence import NO_DISK, NoDisk
 from kvtier.cacheserver.pieces import FEW_HASHES, PIECE_HASHES, in_pieces

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvtier.blocks.block import Block, PrefixIndex
 from kvtier.blocks.hashing import BlockHash
-from kvtier.blocks.pool import Block, PrefixIndex
 from kvtier.cacheserver.refusals import Refusals
 from kvtier.cacheserver.served_client import ServedClient
 from kvtier.cacheserver.tenants import Tenant

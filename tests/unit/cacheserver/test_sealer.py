@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvtier.blocks.block import BlockState
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import BlockState
 from kvtier.cacheserver import sealer as sealer_module
 from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
 from kvtier.cacheserver.sealer import Sealer

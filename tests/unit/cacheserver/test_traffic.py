@@ -6,7 +6,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.cacheserver.namespaces import MemorySpace
 from kvtier.cacheserver.notes import Notes
 from kvtier.cacheserver.tenants import Tenant
-from kvtier.cacheserver.traffic import Asking, Traffic
+from kvtier.cacheserver.traffic import Asking, ServerTraffic
 from tests.support.prompt_traffic import hashed
 
 BLOCK_BYTES = 8192
@@ -18,12 +18,12 @@ def space() -> MemorySpace:
     return MemorySpace(1, Tenant("", Notes(), sees_all=True), namespace, namespace, "tiny", BLOCK_BYTES, 16)
 
 
-def curve(traffic: Traffic) -> dict[str, Any]:
+def curve(traffic: ServerTraffic) -> dict[str, Any]:
     return traffic.curve()
 
 
 def test_a_prompt_that_is_matched_lazily_and_then_again_counts_once() -> None:
-    traffic, asked = Traffic(1 << 20, None, "lru"), space()
+    traffic, asked = ServerTraffic(1 << 20, None, "lru"), space()
 
     traffic.note_asked(asked, PROMPT, Asking.LAZY_MATCH)
     traffic.note_asked(asked, PROMPT, Asking.MATCH)
@@ -35,7 +35,7 @@ def test_a_prompt_that_is_matched_lazily_and_then_again_counts_once() -> None:
 
 
 def test_a_client_that_only_gets_is_counted_too() -> None:
-    traffic, asked = Traffic(1 << 20, None, "lru"), space()
+    traffic, asked = ServerTraffic(1 << 20, None, "lru"), space()
 
     for _ in range(2):
         traffic.note_asked(asked, PROMPT, Asking.GET)
@@ -44,7 +44,7 @@ def test_a_client_that_only_gets_is_counted_too() -> None:
 
 
 def test_the_table_of_a_shared_cache_is_no_prompt() -> None:
-    traffic, asked = Traffic(1 << 20, None, "lru"), space()
+    traffic, asked = ServerTraffic(1 << 20, None, "lru"), space()
 
     traffic.note_asked(asked, bytes(asked.namespace), Asking.MATCH)
 
@@ -52,8 +52,8 @@ def test_the_table_of_a_shared_cache_is_no_prompt() -> None:
 
 
 def test_sizes_reach_beyond_memory_and_disk() -> None:
-    assert curve(Traffic(1 << 20, 1 << 24, "lru"))["file_bytes"] == 1 << 24
-    traffic, asked = Traffic(1 << 20, 1 << 24, "lru"), space()
+    assert curve(ServerTraffic(1 << 20, 1 << 24, "lru"))["file_bytes"] == 1 << 24
+    traffic, asked = ServerTraffic(1 << 20, 1 << 24, "lru"), space()
     traffic.note_asked(asked, PROMPT, Asking.MATCH)
 
     assert curve(traffic)["points"][-1][0] == 1 << 26

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.blocks.hashing import BlockHash, block_hashes, salted_root
 from kvtier.blocks.retention import Granted
-from kvtier.engine.retentions import NO_TIERS, Retentions
+from kvtier.engine.retentions import NO_TIERS, EngineRetentions
 from kvtier.errors import TierUnavailable
 from kvtier.testing.faults import WrappedTier
 from kvtier.tiers.explanation import Explanation, MatchEnd
@@ -31,7 +31,9 @@ def host() -> Iterator[HostTier]:
     tier.close()
 
 
-def outcomes_of(retentions: Retentions, *asks: tuple[RetentionAsk, int], salt: str = "") -> list[RetentionOutcome]:
+def outcomes_of(
+    retentions: EngineRetentions, *asks: tuple[RetentionAsk, int], salt: str = ""
+) -> list[RetentionOutcome]:
     told: list[RetentionOutcome] = []
     is_told = threading.Event()
 
@@ -44,8 +46,8 @@ def outcomes_of(retentions: Retentions, *asks: tuple[RetentionAsk, int], salt: s
     return told
 
 
-def over(*tiers: HostTier | WrappedTier) -> Retentions:
-    return Retentions(Hierarchy(tiers), NAMESPACE, BLOCK_TOKENS)
+def over(*tiers: HostTier | WrappedTier) -> EngineRetentions:
+    return EngineRetentions(Hierarchy(tiers), NAMESPACE, BLOCK_TOKENS)
 
 
 def test_a_prompt_is_kept_in_the_tier_that_can(host: HostTier) -> None:
@@ -96,7 +98,7 @@ def test_a_prompt_without_a_full_block_has_nothing_to_keep(host: HostTier, num_t
 
 
 def test_without_tiers_nothing_is_granted_and_it_says_so() -> None:
-    [outcome] = outcomes_of(Retentions(), (HOUR, len(PROMPT)))
+    [outcome] = outcomes_of(EngineRetentions(), (HOUR, len(PROMPT)))
 
     assert (outcome.granted_tokens, outcome.reason) == (0, NO_TIERS)
 

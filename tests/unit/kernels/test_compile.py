@@ -97,7 +97,7 @@ def tiles(max_query_tokens, num_rows=1):
     )
 
 total = {"total_ptr": f"*{dtype}"}
-attend, join = paged_attention._attend_kernel, paged_attention._join_kernel
+attend, join = paged_attention._attend_kernel, paged_attention.join_kernel
 kernels = {
     "prefill": compiled(attend, tiles(4096), HAS_ROW_TILES=False),
     "chunk": compiled(attend, tiles(64), True, HAS_ROW_TILES=False),

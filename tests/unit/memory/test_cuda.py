@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import LeaseError, TierUnavailable
 from kvtier.memory.copying import address_of
-from kvtier.memory.cuda import CopyBatch, Cudart, Direction, Registration, cut, load_cudart, pieces_of
+from kvtier.memory.cuda import CopyBatch, CopyDirection, Cudart, Registration, cut, load_cudart, pieces_of
 from kvtier.memory.mapped import MappedArena
 from tests.support.fake_cudart import FakeLibrary
 from tests.support.waiting import LIMIT_S
@@ -53,24 +53,24 @@ class Sides:
 
 
 @pytest.mark.parametrize("version", [12080, 12090, 13000, 13010])
-@pytest.mark.parametrize("direction", Direction)
-def test_a_batch_copies_every_entry_the_way_it_was_asked(version: int, direction: Direction) -> None:
+@pytest.mark.parametrize("direction", CopyDirection)
+def test_a_batch_copies_every_entry_the_way_it_was_asked(version: int, direction: CopyDirection) -> None:
     sides, library = Sides(), FakeLibrary(version)
 
     Cudart(library).copy(sides.copies, direction, STREAM)
 
-    expected = sides.before[1 if direction is Direction.TO_DEVICE else 0]
+    expected = sides.before[1 if direction is CopyDirection.TO_DEVICE else 0]
     assert sides.device == expected
     assert sides.host == expected
     assert library.batches == [NUM_BLOCKS]
     assert "cudaMemcpyAsync" not in library.calls
-    assert set(library.source_orders) == {3 if direction is Direction.TO_DEVICE else 1}
+    assert set(library.source_orders) == {3 if direction is CopyDirection.TO_DEVICE else 1}
 
 
 def test_a_runtime_without_batches_copies_one_by_one() -> None:
     sides, library = Sides(), FakeLibrary(12040, has_batch=False)
 
-    Cudart(library).copy(sides.copies, Direction.TO_HOST, STREAM)
+    Cudart(library).copy(sides.copies, CopyDirection.TO_HOST, STREAM)
 
     assert sides.host == sides.before[0]
     assert library.calls.count("cudaMemcpyAsync") == NUM_BLOCKS
@@ -83,7 +83,7 @@ def test_a_batch_that_is_refused_is_copied_one_by_one(status: int, num_asked: in
     cudart = Cudart(library)
 
     for _ in range(2):
-        cudart.copy(sides.copies, Direction.TO_DEVICE, STREAM)
+        cudart.copy(sides.copies, CopyDirection.TO_DEVICE, STREAM)
 
     assert sides.device == sides.before[1]
     assert library.calls.count("cudaMemcpyBatchAsync") == num_asked, "it asks again only where it may help"
@@ -95,7 +95,7 @@ def test_a_failed_copy_is_an_error_in_cudas_words() -> None:
     library.statuses = {"cudaMemcpyBatchAsync": 700, "cudaMemcpyAsync": 700}
 
     with pytest.raises(TierUnavailable, match=r"a copy of 40 bytes failed: out of luck \(700\)"):
-        Cudart(library).copy(sides.copies, Direction.TO_DEVICE, STREAM)
+        Cudart(library).copy(sides.copies, CopyDirection.TO_DEVICE, STREAM)
 
     assert library.last_error == 0
 

@@ -11,7 +11,7 @@ import queue
 import pytest
 
 from kvtier.memory.copying import address_of
-from kvtier.memory.cuda import CopyBatch, Cudart, Direction, Registration
+from kvtier.memory.cuda import CopyBatch, CopyDirection, Cudart, Registration
 from kvtier.memory.mapped import MappedArena
 from kvtier.memory.registered import RegisteredArenas, RowShape, by_speed
 from tests.support.fake_cudart import FakeLibrary
@@ -109,7 +109,7 @@ BLOCK_BYTES = ROWS.count * ROWS.pitch_bytes
 
 
 @pytest.mark.parametrize("is_registered", [True, False], ids=["registered", "pageable"])
-@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("direction", CopyDirection)
 @pytest.mark.parametrize(
     "offsets",
     [
@@ -121,7 +121,7 @@ BLOCK_BYTES = ROWS.count * ROWS.pitch_bytes
     ids=["side by side", "scattered", "across pieces", "up to a piece"],
 )
 def test_rows_come_to_their_places_and_nothing_else_changes(
-    offsets: list[int], direction: Direction, is_registered: bool
+    offsets: list[int], direction: CopyDirection, is_registered: bool
 ) -> None:
     here = Stand()
     dense_bytes = ROWS.nbytes * ROWS.count
@@ -132,7 +132,7 @@ def test_rows_come_to_their_places_and_nothing_else_changes(
         for number, offset in enumerate(offsets):
             for row in range(ROWS.count):
                 at, place = number * dense_bytes + row * ROWS.nbytes, offset + row * ROWS.pitch_bytes
-                if direction is Direction.TO_DEVICE:
+                if direction is CopyDirection.TO_DEVICE:
                     expected_device[at : at + ROWS.nbytes] = host[place : place + ROWS.nbytes]
                 else:
                     expected_host[place : place + ROWS.nbytes] = device[at : at + ROWS.nbytes]
@@ -157,7 +157,7 @@ def test_rows_of_neighbours_are_one_copy() -> None:
 
         addresses = [first + number * ROWS.nbytes * ROWS.count for number in range(4)]
         offsets = [number * BLOCK_BYTES for number in (0, 1, 2, 5)]
-        here.arenas.copy_rows(addresses, arena, offsets, ROWS, Direction.TO_DEVICE, 1)
+        here.arenas.copy_rows(addresses, arena, offsets, ROWS, CopyDirection.TO_DEVICE, 1)
 
         assert here.library.calls.count("cudaMemcpy2DAsync") == 2
         here.arenas.close()

@@ -6,7 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.house import MAX_ATTRIBUTES, MAX_METHODS, circles, code_lines, imports_of, large_classes, modules_of
+from scripts.house import (
+    MAX_ATTRIBUTES,
+    MAX_LINES,
+    MAX_METHODS,
+    circles,
+    code_lines,
+    imports_of,
+    large_classes,
+    long_modules,
+    modules_of,
+)
 
 _SCRIPT = Path(__file__).parents[3] / "scripts" / "house.py"
 
@@ -42,6 +52,17 @@ def test_a_class_with_too_many_methods_or_attributes_is_named_unless_it_says_why
     )
 
     assert [sentence.split("class ")[1].split()[0] for sentence in large_classes(path)] == ["Busy", "Rich"]
+
+
+def test_a_module_of_too_many_lines_is_named_unless_it_says_why(tmp_path: Path) -> None:
+    modules = _write(
+        tmp_path,
+        full="a = 1\n" * MAX_LINES,
+        long="a = 1\n" * (MAX_LINES + 1),
+        excused="# As long as it is, since it must.\n" + "a = 1\n" * MAX_LINES,
+    )
+
+    assert list(long_modules(modules)) == [f"{modules['house.long']}: {MAX_LINES + 1} lines; at most {MAX_LINES}"]
 
 
 def test_blanks_comments_and_docstrings_are_no_code() -> None:

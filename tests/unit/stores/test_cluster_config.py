@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.errors import ConfigError, TierRefused
 from kvtier.stores.valkey.config import ClusterConfig
-from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection
+from kvtier.stores.valkey.node import NodeAccess, NodeAddress, NodeConnection
 from kvtier.stores.valkey.slots import NUM_SLOTS, read_redirection, read_slots
 from tests.support.waiting import FOR_EVER_S
 
@@ -59,7 +59,7 @@ def test_plaintext_to_other_hosts_has_to_be_told() -> None:
 
 def test_a_node_that_the_cluster_names_is_not_spoken_to_without_tls_either() -> None:
     with pytest.raises(TierRefused, match=r"192\.0\.2\.1:6379 is another host, and is not spoken to without TLS"):
-        NodeConnection(NodeAddress("192.0.2.1", 6379), Access(), FOR_EVER_S)
+        NodeConnection(NodeAddress("192.0.2.1", 6379), NodeAccess(), FOR_EVER_S)
 
 
 def test_a_ca_file_that_is_none_is_one_sentence(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 import kvtier.stores.valkey.cluster
 from kvtier.errors import TierTimeout
-from kvtier.stores.valkey.cluster import Cluster, Share
-from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection
+from kvtier.stores.valkey.cluster import Cluster, NodeShare
+from kvtier.stores.valkey.node import NodeAccess, NodeAddress, NodeConnection
 from kvtier.stores.valkey.shard import Shard
 from kvtier.stores.valkey.slots import NUM_SLOTS
 from tests.support.waiting import CALL_S, FOR_EVER_S, LIMIT_S, wait_until
@@ -76,7 +76,7 @@ def is_open(sock: socket.socket) -> bool:
         return True
 
 
-def nothing(node: NodeConnection, share: Share) -> None:
+def nothing(node: NodeConnection, share: NodeShare) -> None:
     raise AssertionError("nobody answers")
 
 
@@ -87,7 +87,7 @@ def test_nodes_that_are_down_are_looked_for_at_the_same_time() -> None:
         for listener in listeners:
             listener.bind(("127.0.0.1", 0))  # and does not listen
         seed = stack.enter_context(seed_that_names([port_of(listener) for listener in listeners]))
-        cluster = stack.enter_context(contextlib.closing(Cluster([seed], Access())))
+        cluster = stack.enter_context(contextlib.closing(Cluster([seed], NodeAccess())))
         assert cluster.wait_until_known(LIMIT_S)
         every_node = [number * NUM_SLOTS // NUM_NODES for number in range(NUM_NODES)]
         failures = cluster.spread(every_node, nothing, time.monotonic() + CALL_S, split_above=NUM_NODES)
@@ -108,11 +108,11 @@ def test_a_node_that_has_forgotten_the_cluster_is_not_believed(num_known: int) -
         node = stack.enter_context(seed_that_names([]))
         forgetful = stack.enter_context(seed_that_names([node.port] if num_known else [], num_known))
         seed = stack.enter_context(seed_that_names([node.port]))
-        cluster = stack.enter_context(contextlib.closing(Cluster([forgetful, seed], Access())))
+        cluster = stack.enter_context(contextlib.closing(Cluster([forgetful, seed], NodeAccess())))
         assert cluster.wait_until_known(LIMIT_S)
         asked: list[int] = []
 
-        def note(connection: NodeConnection, share: Share) -> None:
+        def note(connection: NodeConnection, share: NodeShare) -> None:
             asked.extend(share.positions)
 
         deadline = time.monotonic() + CALL_S
@@ -125,7 +125,7 @@ def test_slots_without_a_node_are_asked_about_again(monkeypatch: pytest.MonkeyPa
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(seed_that_names([]))
         seed = stack.enter_context(seed_that_names([node.port], NUM_SLOTS // 2))
-        cluster = stack.enter_context(contextlib.closing(Cluster([seed], Access())))
+        cluster = stack.enter_context(contextlib.closing(Cluster([seed], NodeAccess())))
         assert cluster.wait_until_known(LIMIT_S)
         before = cluster.num_refreshes
 
@@ -139,7 +139,7 @@ def test_slots_without_a_node_are_asked_about_again(monkeypatch: pytest.MonkeyPa
 
 def test_a_node_that_nobody_had_time_to_ask_is_not_down() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        with contextlib.closing(Shard(NodeAddress("127.0.0.1", port_of(listener)), Access())) as shard:
+        with contextlib.closing(Shard(NodeAddress("127.0.0.1", port_of(listener)), NodeAccess())) as shard:
             with pytest.raises(TierTimeout, match="no time was left"), shard.connection(time.monotonic() - 1):
                 raise AssertionError("it is too late")
 

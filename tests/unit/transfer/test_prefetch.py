@@ -13,7 +13,8 @@ from kvtier.testing.faults import TruncatingTier
 from kvtier.testing.tier_contract import LAYOUT, chain, fetch_all, payload, payloads
 from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.load import LoadPlan, Order
-from kvtier.transfer.prefetch import READY, WAIT, Prefetch, PrefetchState
+from kvtier.transfer.prefetch import Prefetch
+from kvtier.transfer.prefetch_state import READY, WAIT, PrefetchState
 from kvtier.transfer.transfer import NoTransfer, Transfer
 from tests.support.host_device import WAIT_S, HostDevice
 from tests.support.traffic_bench import Bench, FarTier, Open, computes, loads

@@ -265,7 +265,7 @@ def test_many_threads_have_no_more_segments_on_their_way_than_three_for_each_wor
 ) -> None:
     made: list[int] = []
 
-    class CountedStaging(staging.Staging):
+    class CountedStaging(staging.SegmentStaging):
         def __init__(self, nbytes: int) -> None:
             made.append(nbytes)
             super().__init__(nbytes)

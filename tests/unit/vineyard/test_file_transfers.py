@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 
-from kvtier.stores.staging import Staging
+from kvtier.stores.staging import SegmentStaging
 from kvtier.vineyard.chunk_files import Segment
 from kvtier.vineyard.chunk_transfers import ChunkTransfers, Direction
 
@@ -30,7 +30,7 @@ class Chunk:
 
     def start(self, number: int) -> Segment:
         self._note("start", number)
-        return Segment(number, Staging(4096), [])
+        return Segment(number, SegmentStaging(4096), [])
 
     def finish(self, segment: Segment) -> None:
         assert self.steps["start", segment.number] == 1

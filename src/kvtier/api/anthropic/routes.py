@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvtier.api.access import Tenant
+from kvtier.api.access import ApiTenant
 from kvtier.api.anthropic.encoder import MessageEncoder, count_body, error_body
 from kvtier.api.anthropic.requests import decode_record, read_count, read_message
 from kvtier.api.application import Application
@@ -67,7 +67,9 @@ class MessagePaths:
             tokens = await while_connected(request, engines.tokenize(engines.find(asked.model.name), prompt))
         return self._application.json(request, count_body(len(tokens)), headers={"request-id": request.state.id})
 
-    async def _read(self, request: Request, tenant: Tenant, path: str, read: _Read) -> GenerationRequest | PassedBody:
+    async def _read(
+        self, request: Request, tenant: ApiTenant, path: str, read: _Read
+    ) -> GenerationRequest | PassedBody:
         application = self._application
         found = await application.read(request, tenant, path, read, self._readers_for_vllm[path])
         if isinstance(found, PassedBody):

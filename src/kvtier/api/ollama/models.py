@@ -14,7 +14,7 @@ from kvtier.api.ollama.options import OLLAMA_NAMES
 from kvtier.api.service import Service
 from kvtier.api.vllm.engine import VllmHello
 from kvtier.api.vllm.model import VllmModel
-from kvtier.engine.process.messages import Hello
+from kvtier.engine.process.messages import EngineHello
 from kvtier.errors import EngineAway
 
 _STAYS = timedelta(days=36500)
@@ -63,7 +63,7 @@ def _capabilities(model: KnownModel) -> list[str]:
     return ["completion", *tools, *(["thinking"] if can_think(model) else [])]
 
 
-def description(model: KnownModel, hello: Hello) -> dict[str, object]:
+def description(model: KnownModel, hello: EngineHello) -> dict[str, object]:
     family = _family(hello)
     parameters = _parameters(model.options)
     return {
@@ -136,7 +136,7 @@ def _process(model: ServedModel) -> dict[str, object]:
     }
 
 
-def _details(hello: Hello | None) -> dict[str, object]:
+def _details(hello: EngineHello | None) -> dict[str, object]:
     family = "" if hello is None else _family(hello)
     return {
         "parent_model": "",
@@ -148,15 +148,15 @@ def _details(hello: Hello | None) -> dict[str, object]:
     }
 
 
-def _memory_bytes(hello: Hello) -> int:
+def _memory_bytes(hello: EngineHello) -> int:
     return hello.weights_bytes + hello.kv_bytes
 
 
-def _family(hello: Hello) -> str:
+def _family(hello: EngineHello) -> str:
     return _ARCHITECTURE_SUFFIX.sub("", hello.architecture).lower()
 
 
-def _level(hello: Hello) -> str:
+def _level(hello: EngineHello) -> str:
     if hello.quantization:
         return hello.quantization.upper()
     dtype = hello.dtype.removeprefix("torch.")
@@ -181,7 +181,7 @@ def _parameters(options: Mapping[str, object]) -> list[tuple[str, str]]:
     return lines
 
 
-def _modelfile(hello: Hello, parameters: list[tuple[str, str]]) -> str:
+def _modelfile(hello: EngineHello, parameters: list[tuple[str, str]]) -> str:
     lines = ["# written by kvtier", f"FROM {hello.model}"]
     if hello.chat_template:
         lines.append(f'TEMPLATE """{hello.chat_template}"""')

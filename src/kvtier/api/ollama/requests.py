@@ -26,7 +26,7 @@ from kvtier.api.prompt_length import check_length
 from kvtier.api.retention import DECLINED, NO_WISH, RetentionWish
 from kvtier.blocks.retention import MAX_TTL_S
 from kvtier.engine.grammar import Grammar
-from kvtier.engine.process.messages import ChatMessage, Hello, Prompt, TextPrompt, ToolCall
+from kvtier.engine.process.messages import ChatMessage, EngineHello, Prompt, TextPrompt, ToolCall
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import EngineAway, UnknownModel
 
@@ -69,7 +69,7 @@ def find_model(engines: ModelCatalog, name: str) -> KnownModel:
     raise HttpError(404, f"model '{shown}' not found; available: {engines.known}", "model_not_found", "model")
 
 
-def hello_of(model: KnownModel) -> Hello:
+def hello_of(model: KnownModel) -> EngineHello:
     """Raises `EngineAway` while none of the model's engines has connected."""
     hello = model.hello
     if hello is None:

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvtier.api.access import Tenant
+from kvtier.api.access import ApiTenant
 from kvtier.api.http_error import HttpError
 from kvtier.api.limits import MAX_TRANSLATED_BYTES
 from kvtier.api.ollama.passed import EMBEDDINGS_PATH
@@ -33,7 +33,7 @@ class Translation:
     """One request that vLLM answers. `is_chat` says whether it was sent to `/api/chat`."""
 
     def __init__(
-        self, service: Service, request: Request, tenant: Tenant, passed: PassedBody, *, is_chat: bool
+        self, service: Service, request: Request, tenant: ApiTenant, passed: PassedBody, *, is_chat: bool
     ) -> None:
         self._service = service
         self._request = request

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvtier.api.access import Tenant, salt_of
+from kvtier.api.access import ApiTenant, salt_of
 from kvtier.api.application import Application
 from kvtier.api.engines import ServedModel
 from kvtier.api.http_error import HttpError
@@ -20,7 +20,8 @@ from kvtier.api.limits import INLINE_BODY_BYTES
 from kvtier.api.neutral_fields import invalid
 from kvtier.api.openai.responses import error_body
 from kvtier.api.prefixes.book import new_file
-from kvtier.api.prefixes.prefixes import Prefix, WarmOrder
+from kvtier.api.prefixes.filling import WarmOrder
+from kvtier.api.prefixes.prefix import Prefix
 from kvtier.api.prefixes.record import (
     MAX_DOCUMENTS,
     MAX_MODEL_CHARACTERS,
@@ -172,7 +173,7 @@ class PrefixPaths:
             raise HttpError(413, f"the body is larger than {format_size(_MAX_BODY_BYTES)}", "body_too_large")
         return decode_body(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(decode_body, body)
 
-    def _order(self, body: JsonBody, tenant: Tenant) -> WarmOrder:
+    def _order(self, body: JsonBody, tenant: ApiTenant) -> WarmOrder:
         documents = body.items("documents", MAX_DOCUMENTS) or []
         if not all(isinstance(one, str) for one in documents):
             raise body.wrong("documents", "a list of texts")
@@ -186,7 +187,7 @@ class PrefixPaths:
             force=body.flag("force") or False,
         )
 
-    def _imported(self, body: JsonBody, name: str, tenant: Tenant) -> tuple[PrefixRecord, PrefixContent]:
+    def _imported(self, body: JsonBody, name: str, tenant: ApiTenant) -> tuple[PrefixRecord, PrefixContent]:
         model = self._model(body)
         self._service.prefixes.cache_for(model)
         namespace, root, joined = (_hex(body, field) for field in ("namespace", "root", "hashes"))
@@ -237,7 +238,7 @@ class PrefixPaths:
             raise invalid("model", f"model must run on kvtier's own engine: {shown(name)} runs on vLLM")
         return engines.find(name)
 
-    def _owner(self, body: JsonBody, tenant: Tenant) -> Tenant:
+    def _owner(self, body: JsonBody, tenant: ApiTenant) -> ApiTenant:
         name = body.short_text("key", MAX_MODEL_CHARACTERS)
         if name is None:
             return tenant

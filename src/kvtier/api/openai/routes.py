@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kvtier.api.access import Tenant
+from kvtier.api.access import ApiTenant
 from kvtier.api.anthropic.routes import PATHS as ANTHROPIC_PATHS
 from kvtier.api.anthropic.routes import MessagePaths
 from kvtier.api.application import Application
@@ -180,7 +180,7 @@ class OpenAiApplication(Application):
         return await Passing(self.service, request, tenant, found).response()
 
     async def _pass_form(self, request: Request) -> Response:
-        tenant: Tenant = self.open(request, "req")
+        tenant: ApiTenant = self.open(request, "req")
         service = self.service
         pieces = await service.open_bodies.receive(request)
         salt_of = salt_maker(tenant, has_keys=bool(service.config.keys))

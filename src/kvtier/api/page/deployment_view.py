@@ -210,8 +210,10 @@ def _device_tiers(connections: Sequence[EngineConnection], numbers: Sequence[Eng
 
 
 def _moved(connections: Sequence[EngineConnection], numbers: Sequence[EngineNumbers]) -> dict[Move, float]:
-    """Bytes moved by engines. A device gets all that its engine loads. For what it gives, the tier that stores most
-    counts: slower tiers get copies of the same blocks.
+    """Bytes moved by engines.
+
+    Into a device: all bytes that its engine loads. Out of it: the bytes of the tier that stores most, since slower
+    tiers get copies of the same blocks.
     """
     moved: dict[Move, float] = {}
     for connection, one in zip(connections, numbers, strict=True):

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kvtier.api.access import Access, Tenant, check_reader
+from kvtier.api.access import Access, ApiTenant, check_reader
 from kvtier.api.config import PageConfig
 from kvtier.api.http_error import HttpError
 from kvtier.api.limits import MAX_LOGGED_REQUESTS, MAX_PAGE_BODY_BYTES, PAGE_SESSION_S
@@ -185,7 +185,7 @@ class Page:
         session_id = self._guard.session_id(request.scope)
         return lambda: self._sessions.get(session_id) is not None
 
-    def _reader(self, request: Request) -> Tenant:
+    def _reader(self, request: Request) -> ApiTenant:
         """Raises `HttpError` for a key without access to the page."""
         return self._access.reader(request)
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.api.access import Tenant
+from kvtier.api.access import ApiTenant
 from kvtier.api.limits import MAX_PAGE_SESSIONS, MAX_PAGE_SESSIONS_OF_KEY, PAGE_SESSION_S
 
 _ID_BYTES = 32
@@ -24,7 +24,7 @@ _MAX_ID_CHARACTERS = 128
 class Session:
     """A log-in. A request that changes something must carry `csrf`, which only this server's page can read."""
 
-    tenant: Tenant
+    tenant: ApiTenant
     csrf: str
     ends_at: float
 
@@ -42,7 +42,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def begin(self, tenant: Tenant) -> tuple[str, Session]:
+    def begin(self, tenant: ApiTenant) -> tuple[str, Session]:
         """A new session and its id. If there are too many, the oldest one ends."""
         own = [digest for digest, session in self._open.items() if session.tenant.name == tenant.name]
         if len(own) >= MAX_PAGE_SESSIONS_OF_KEY:

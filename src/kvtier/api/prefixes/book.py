@@ -264,7 +264,7 @@ class PrefixBook:
             return None
 
     def _remove_strays(self, folder: Path) -> None:
-        """Remove files that a dead process left behind: those of no record, unless records were set aside."""
+        """Remove content files without a record, left by a process that died, unless records were set aside."""
         known = {f"{record.file}.prefix" for record in self._records.values()}
         has_others = any(folder.glob(f"{_ASIDE}*"))
         for path in folder.iterdir():

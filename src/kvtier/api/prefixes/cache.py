@@ -46,7 +46,7 @@ class Placed:
 class Room:
     """Room in a cache's slowest tier, where blocks stay longest: free bytes, and those that can be made free.
 
-    `pinnable_bytes` may be pinned in memory besides what is; None if pins have no limit there.
+    `pinnable_bytes` may still be pinned in memory; None if pins have no limit there.
     """
 
     level: str

@@ -8,30 +8,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 
-from kvtier.api.access import Tenant, salt_of
+from kvtier.api.access import ApiTenant, salt_of
 from kvtier.api.engines import Engines, ServedModel
 from kvtier.api.http_error import HttpError
 from kvtier.api.prefixes.book import PrefixBook, new_file
-from kvtier.api.prefixes.cache import DISK, MEMORY, Placed, PrefixCache
-from kvtier.api.prefixes.record import PrefixContent, PrefixRecord, PrefixText
+from kvtier.api.prefixes.cache import Placed, PrefixCache
+from kvtier.api.prefixes.filling import PrefixFilling, Progress, WarmOrder
+from kvtier.api.prefixes.prefix import Prefix, prefix_of, prefix_of_namespace
+from kvtier.api.prefixes.record import PrefixContent, PrefixRecord
 from kvtier.api.prefixes.warming import DEFAULT_PACE, Pace, Warming, check_tokens, common_tokens
 from kvtier.blocks.hashing import BlockHash, block_hashes, join_hashes, salted_root
-from kvtier.blocks.layout import slot_bytes_of
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.known_namespace import KnownNamespace
 from kvtier.engine.process.messages import ChatPrompt, EncodedPrompt, Prompt, decode_prompt
 from kvtier.errors import ConfigError, KvtierError, TierRefused
 from kvtier.observe.log_limit import LogLimit
-from kvtier.sizes import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -42,55 +41,10 @@ _SAVE_EVERY_S = 30.0
 _LISTED_S = 2.0
 """Maximum age of the values in a listing."""
 _PLACED_AT_ONCE = 64
-_STORED_S = 60.0
-_STORED_LOOK_S = 0.05
-_TRIES = 3
-
-
-class Prefix(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefix as clients see it; without a name, all cached blocks of a namespace.
-
-    `key` is the name of the API key whose chats begin with the prefix.
-    `pinned_blocks` is the cache's count, or None while the cache does not answer. `is_pinned`: the name has a pin, and
-    the cache keeps all of its blocks for it, as far as that is known.
-    """
-
-    name: str | None
-    model: str
-    namespace: str
-    key: str
-    tokens: int
-    blocks: int
-    bytes: int
-    bytes_by_tier: dict[str, int]
-    last_used: float | None
-    hits: int | None
-    is_pinned: bool
-    pinned_blocks: int | None
-    expires_at: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmOrder:
-    """Put `text` into the cache of `model` as `name`, for chats of `tenant`."""
-
-    name: str
-    model: ServedModel
-    text: PrefixText
-    tenant: Tenant
-    pin: bool = False
-    ttl_s: float | None = None
-    force: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    done_tokens: int
-    all_tokens: int
 
 
 class Prefixes:
-    """`start` in the event loop; `close` there, too."""
+    """Call `start` and `close` in the event loop."""
 
     def __init__(
         self,
@@ -135,24 +89,24 @@ class Prefixes:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    async def listed(self, tenant: Tenant, limit: int) -> tuple[list[Prefix], bool]:
-        """Prefixes that `tenant` may list, and for an admin the blocks of each namespace; and whether there are more.
+    async def listed(self, tenant: ApiTenant, limit: int) -> tuple[list[Prefix], bool]:
+        """Up to `limit` prefixes that `tenant` may list, and whether there are more; admins also get all namespaces.
 
         Keys that read data about all keys list the prefixes of all keys, too, but use only their own.
         """
         found = [record for record in self._book if tenant.reads_metrics or self._may_see(record, tenant)]
         placed = await self._place(found[:limit])
-        shown = [_shown(record, placed.get(record.file)) for record in found[:limit]]
+        shown = [prefix_of(record, placed.get(record.file)) for record in found[:limit]]
         if not tenant.is_admin:
             return shown, len(found) > limit
         others = await self._namespaces()
         room = limit - len(shown)
-        return [*shown, *(_whole_namespace(model, one) for model, one in others[:room])], len(found) + len(
+        return [*shown, *(prefix_of_namespace(model, one) for model, one in others[:room])], len(found) + len(
             others
         ) > limit
 
     async def shown(self, record: PrefixRecord) -> Prefix:
-        return _shown(record, (await self._place([record])).get(record.file))
+        return prefix_of(record, (await self._place([record])).get(record.file))
 
     def served(self) -> list[dict[str, str]]:
         """The cache server of each running model that has one, and the namespace that its engines use."""
@@ -162,7 +116,7 @@ class Prefixes:
             if model.hello is not None and model.name in self._caches
         ]
 
-    def find(self, name: str, tenant: Tenant) -> PrefixRecord:
+    def find(self, name: str, tenant: ApiTenant) -> PrefixRecord:
         """Raises `HttpError` for a prefix that does not exist, or is hidden from this tenant."""
         record = self._book.get(name)
         if record is None or not self._may_see(record, tenant):
@@ -270,7 +224,8 @@ class Prefixes:
             root = salted_root(namespace, salt)
             full = tokens[: num_blocks * hello.block_tokens]
             hashes = await self._in_thread(lambda: block_hashes(root, full, hello.block_tokens))
-            async for progress in self._fill(order, cache, namespace, full, hashes, salt):
+            filling = PrefixFilling(order, cache, namespace, hashes, self._book, self._ask)
+            async for progress in filling.fill(Warming(self._engines, order.model, full, salt, self.pace)):
                 yield progress
             record = PrefixRecord(
                 name=order.name,
@@ -291,86 +246,9 @@ class Prefixes:
                 record = msgspec.structs.replace(record, hits=known.hits, last_used=known.last_used)
             yield await self.add(record, PrefixContent(join_hashes(hashes), order.text))
 
-    async def _fill(
-        self,
-        order: WarmOrder,
-        cache: PrefixCache,
-        namespace: Namespace,
-        tokens: list[int],
-        hashes: list[BlockHash],
-        salt: str,
-    ) -> AsyncGenerator[Progress, None]:
-        """Compute blocks until all of `hashes` are in the cache. Raises `HttpError` if the cache does not keep them."""
-        block_tokens = len(tokens) // len(hashes)
-        warming = Warming(self._engines, order.model, tokens, salt, self.pace)
-        placed = await self._ask(lambda: cache.place(namespace, hashes))
-        await self._check_room(order, cache, placed, len(hashes))
-        for number in range(_TRIES):
-            first = placed.first_absent * block_tokens
-            yield Progress(first, len(tokens))
-            if placed.num_cached == len(hashes):
-                break
-            async for done in warming.compute(first, f"warm-{secrets.token_hex(12)}-{number}"):
-                yield Progress(done, len(tokens))
-            placed = await self._until_stored(cache, namespace, hashes)
-        if placed.num_cached < len(hashes):
-            kept = f"{placed.num_cached} of {len(hashes)} blocks of {order.name}"
-            raise HttpError(507, f"the cache kept only {kept}: it has too little room", "cache_full")
-        await self._ask(lambda: cache.use(namespace, hashes))
-
-    async def _until_stored(self, cache: PrefixCache, namespace: Namespace, hashes: list[BlockHash]) -> Placed:
-        """Wait for the engines, which store in the background, for as long as there is progress."""
-        deadline = time.monotonic() + _STORED_S
-        placed = await self._ask(lambda: cache.place(namespace, hashes))
-        while placed.num_cached < len(hashes) and time.monotonic() < deadline:
-            await asyncio.sleep(_STORED_LOOK_S)
-            before = placed.num_cached
-            placed = await self._ask(lambda: cache.place(namespace, hashes))
-            if placed.num_cached != before:
-                deadline = time.monotonic() + _STORED_S
-        return placed
-
-    async def _check_room(self, order: WarmOrder, cache: PrefixCache, placed: Placed, num_blocks: int) -> None:
-        """Raises `HttpError` if the prefix or its pin can never fit, or, unless forced, if it would evict blocks of
-        requests.
-        """
-        slot_bytes = placed.slot_bytes or self._slot_bytes(order.model)
-        needed, whole = (num_blocks - placed.num_cached) * slot_bytes, num_blocks * slot_bytes
-        if not needed and not order.pin:
-            return
-        room = await self._ask(cache.room)
-        if order.pin and room.pinnable_bytes is not None:
-            self._check_pins(order, whole - placed.num_pinned * slot_bytes, room.pinnable_bytes, slot_bytes)
-        if needed and whole > room.usable_bytes:
-            sentence = f"{order.name} needs {format_size(whole)}, the cache has {format_size(room.usable_bytes)}"
-            raise HttpError(507, sentence, "cache_full")
-        if needed > room.free_bytes and not order.force:
-            evicted, free = format_size(needed - max(0, room.free_bytes)), format_size(max(0, room.free_bytes))
-            raise HttpError(
-                409,
-                f"{order.name} needs {format_size(needed)}, but only {free} of the {room.level} is free: {evicted} of "
-                "blocks from requests would be evicted; use --force if the prefix is worth it",
-                "would_evict",
-                "force",
-            )
-
-    def _check_pins(self, order: WarmOrder, needed: int, pinnable: int, slot_bytes: int) -> None:
-        """Raises `HttpError` if the prefix cannot be pinned, even once another of the same name is unpinned."""
-        before = self._book.get(order.name)
-        if before is not None and before.is_pinned:
-            pinnable += before.blocks * slot_bytes
-        if needed > pinnable:
-            sizes = f"{format_size(needed)}, but the cache may pin only {format_size(pinnable)} more"
-            sentence = f"to pin {order.name} takes {sizes}: unpin it or another prefix first"
-            raise HttpError(507, sentence, "cannot_pin", "pin")
-
-    def _slot_bytes(self, model: ServedModel) -> int:
-        hello = model.hello
-        return 0 if hello is None or not hello.num_blocks else slot_bytes_of(hello.kv_bytes // hello.num_blocks)
-
     # --- requests that name a prefix ---------------------------------------------------------------------------------
 
-    async def before(self, name: str, model: str, prompt: Prompt | EncodedPrompt, tenant: Tenant) -> ChatPrompt:
+    async def before(self, name: str, model: str, prompt: Prompt | EncodedPrompt, tenant: ApiTenant) -> ChatPrompt:
         """The conversation with the text of the prefix before it. Raises `HttpError` if the two do not fit."""
         record = self.find(name, tenant)
         if record.model != model:
@@ -397,7 +275,7 @@ class Prefixes:
 
     # --- private -----------------------------------------------------------------------------------------------------
 
-    def _may_see(self, record: PrefixRecord, tenant: Tenant) -> bool:
+    def _may_see(self, record: PrefixRecord, tenant: ApiTenant) -> bool:
         """An admin sees all prefixes; other tenants see those of their own salt."""
         return tenant.is_admin or record.root == salted_root(record.namespace_bytes, salt_of(tenant, "")).hex()
 
@@ -521,45 +399,6 @@ class Prefixes:
             return await asyncio.get_running_loop().run_in_executor(self._readers, work)
         except ConfigError as error:
             raise HttpError(409, str(error), "prefix_refused") from error
-
-
-def _shown(record: PrefixRecord, placed: Placed | None) -> Prefix:
-    return Prefix(
-        name=record.name,
-        model=record.model,
-        namespace=record.namespace,
-        key=record.key,
-        tokens=record.tokens,
-        blocks=record.blocks,
-        bytes=0 if placed is None else placed.num_cached * placed.slot_bytes,
-        bytes_by_tier={} if placed is None else placed.bytes_by_tier,
-        last_used=record.last_used,
-        hits=record.hits,
-        is_pinned=record.is_pinned and (placed is None or placed.num_pinned == record.blocks),
-        pinned_blocks=None if placed is None else placed.num_pinned,
-        expires_at=record.expires_at,
-    )
-
-
-def _whole_namespace(model: str, known: KnownNamespace) -> Prefix:
-    slot_bytes = slot_bytes_of(known.block_bytes) if known.block_bytes else 0
-    tiers = {MEMORY: known.blocks * slot_bytes, DISK: known.disk_blocks * slot_bytes}
-    num_blocks = max(known.blocks, known.disk_blocks)
-    return Prefix(
-        name=None,
-        model=model,
-        namespace=known.digest,
-        key="",
-        tokens=num_blocks * known.block_tokens,
-        blocks=num_blocks,
-        bytes=num_blocks * slot_bytes,
-        bytes_by_tier={tier: nbytes for tier, nbytes in tiers.items() if nbytes},
-        last_used=None,
-        hits=None,
-        is_pinned=False,
-        pinned_blocks=None,
-        expires_at=None,
-    )
 
 
 def _num_same(ours: Sequence[BlockHash], theirs: Sequence[BlockHash]) -> int:

@@ -40,7 +40,7 @@ DEFAULT_PACE = Pace()
 
 
 async def common_tokens(engines: Engines, model: ServedModel, prompts: Sequence[ChatPrompt]) -> list[int]:
-    """The tokens that all of `prompts`, chats that differ in their questions alone, begin with."""
+    """The common beginning of `prompts`, which are chats that differ in their questions alone, as tokens."""
     common: list[int] | None = None
     for prompt in prompts:
         tokens = await engines.tokenize(model, prompt)
@@ -70,6 +70,10 @@ class Warming:
         self._salt = salt
         self._pace = pace
         self._params = msgspec.Raw(encode_part(SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
 
     async def compute(self, first: int, request_id: str) -> AsyncGenerator[int, None]:
         """Compute the tokens from `first` on; yields the number of tokens done. Raises as any request."""

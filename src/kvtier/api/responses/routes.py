@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvtier.api.access import Tenant
+from kvtier.api.access import ApiTenant
 from kvtier.api.application import Application
 from kvtier.api.body_messages import OPENAI_RESPONSE, BodyAsks
 from kvtier.api.chat.answer_blocks import AnswerBlock
@@ -61,7 +61,7 @@ class ResponsePaths:
         encoder = ResponseEncoder(asked, response_id, record, self._keeper(tenant, response_id, record, turn))
         return await application.answer(request, tenant, asked, encoder)
 
-    def _keeper(self, tenant: Tenant, response_id: str, record: ResponseRecord, turn: Turn | None) -> Keep | None:
+    def _keeper(self, tenant: ApiTenant, response_id: str, record: ResponseRecord, turn: Turn | None) -> Keep | None:
         if not record.is_stored or turn is None:
             return None
 
@@ -70,7 +70,7 @@ class ResponsePaths:
 
         return keep
 
-    def _responses(self, tenant: Tenant) -> TenantResponses:
+    def _responses(self, tenant: ApiTenant) -> TenantResponses:
         return self._service.responses.of(tenant.name)
 
     # --- stored responses ---------------------------------------------------------------------------------------------

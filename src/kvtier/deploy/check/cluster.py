@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from kvtier.errors import ConfigError, ProtocolError, TierError
 from kvtier.stores.valkey.config import ClusterConfig
-from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection, is_loopback
+from kvtier.stores.valkey.node import NodeAccess, NodeAddress, NodeConnection, is_loopback
 from kvtier.stores.valkey.resp import Reply, ReplyError, command
 from kvtier.stores.valkey.slots import nodes_of, read_slots
 
@@ -51,7 +51,7 @@ def notes_on_cluster(config: ClusterConfig) -> Iterator[str]:
     yield "cluster: no node answers: engines go on without it until one does"
 
 
-def _notes_on_node(node: NodeAddress, access: Access) -> Iterator[str]:
+def _notes_on_node(node: NodeAddress, access: NodeAccess) -> Iterator[str]:
     deadline = time.monotonic() + _ANSWER_S
     try:
         connection = NodeConnection(node, access, deadline)

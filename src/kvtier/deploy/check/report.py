@@ -104,12 +104,7 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
         problems += _problems_of_devices(engines[: len(plan.engines)], plan, machine)
     problems += _problems_of_disks(plan, machine)
     for cache in plan.caches:
-        if cache.mooncake is not None:
-            notes += notes_on_mooncake(cache.mooncake)
-        for cluster in filter(None, (cache.cluster, cache.server.cluster)):
-            notes += notes_on_cluster(cluster)
-        if cache.objects is not None:
-            notes += notes_on_objects(cache.objects)
+        notes += _notes_on_tiers(cache)
         (problems if cache.server.needs_disk else notes).extend(_problems_of_folder(cache))
         problems += _problems_of_socket(cache, runtime_folder)
         problems += _problems_of_neighbours(cache, plan)
@@ -127,6 +122,17 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
         problems=tuple(dict.fromkeys(problems)),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _notes_on_tiers(cache: CachePart) -> list[str]:
+    notes: list[str] = []
+    if cache.mooncake is not None:
+        notes += notes_on_mooncake(cache.mooncake)
+    for cluster in filter(None, (cache.cluster, cache.server.cluster)):
+        notes += notes_on_cluster(cluster)
+    if cache.objects is not None:
+        notes += notes_on_objects(cache.objects)
+    return notes
 
 
 class _Models:

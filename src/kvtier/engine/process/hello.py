@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from kvtier.engine.engine import Engine
-from kvtier.engine.process.messages import MAX_SPECIAL_TOKENS, Hello
+from kvtier.engine.process.messages import MAX_SPECIAL_TOKENS, EngineHello
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.models.generation_defaults import read_generation_defaults
 from kvtier.models.model import Model
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 _WEIGHTS_PER_ELEMENT = {SlotKind.WEIGHT: 1, SlotKind.BIAS: 1, SlotKind.NORM: 1, SlotKind.PACKED: 8}
 
 
-def hello_of(engine: Engine, *, name: str, model: str, started_at: float) -> Hello:
-    """The `Hello` of the engine called `name`, whose model is served as `model`. Any thread."""
+def hello_of(engine: Engine, *, name: str, model: str, started_at: float) -> EngineHello:
+    """The `EngineHello` of the engine called `name`, whose model is served as `model`. Any thread."""
     loaded, arena, tokenizer = engine.loaded, engine.arena, engine.tokenizer
-    return Hello(
+    return EngineHello(
         engine=name,
         model=model,
         architecture=loaded.config.architecture,
@@ -64,7 +64,7 @@ def _default_options(folder: Path | None) -> dict[str, float | int]:
 
 
 def _first_of(special_tokens: dict[str, int]) -> dict[str, int]:
-    """As many special tokens as a `Hello` may have."""
+    """As many special tokens as an `EngineHello` may have."""
     return dict(itertools.islice(special_tokens.items(), MAX_SPECIAL_TOKENS))
 
 

@@ -1,8 +1,8 @@
 """The messages between an engine's process and its clients over a Unix socket. No torch, no sockets.
 
 A message is its length in four bytes, little-endian, and then that many bytes of msgpack. The engine sends first, with
-`Hello`. A client numbers its requests; every reply about a request carries its number. Both ends are the same release
-on the same host: there is no version to negotiate.
+`EngineHello`. A client numbers its requests; every reply about a request carries its number. Both ends are the same
+release on the same host: there is no version to negotiate.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ ToEngine = Submit | Abort | Tokenize | Detokenize | AskMetrics | AskParting | As
 # --- from the engine -------------------------------------------------------------------------------------------------
 
 
-class Hello(_Message, frozen=True, tag="hello"):
+class EngineHello(_Message, frozen=True, tag="hello"):
     """The description of the engine.
 
     `weights_bytes` and `kv_bytes` are on the device, `namespace` is in hex; what a model lacks is empty.
@@ -348,7 +348,9 @@ class Retained(_Message, frozen=True, tag="retained"):
     outcomes: list[RetentionOutcome]
 
 
-FromEngine = Hello | Accepted | Refused | Tokenized | Detokenized | StepOutputs | Metrics | Parted | Warnings | Retained
+FromEngine = (
+    EngineHello | Accepted | Refused | Tokenized | Detokenized | StepOutputs | Metrics | Parted | Warnings | Retained
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(ToEngine)

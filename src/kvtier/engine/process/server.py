@@ -9,21 +9,20 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-import functools
 import logging
 import queue
 import socket
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.client import Admitted, EngineClient, StreamEvent, Submission
-from kvtier.engine.parting.message_place import ChatInput
-from kvtier.engine.parting.partings import AskedPrompt, Partings
+from kvtier.engine.parting.partings import Partings
 from kvtier.engine.process.messages import (
     FAILED,
     GRAMMAR,
@@ -36,12 +35,11 @@ from kvtier.engine.process.messages import (
     Accepted,
     AskParting,
     AskWarnings,
-    ChatMessage,
     ChatPrompt,
     Detokenize,
     Detokenized,
+    EngineHello,
     FromEngine,
-    Hello,
     MetricFamily,
     Metrics,
     Parted,
@@ -63,15 +61,16 @@ from kvtier.engine.process.messages import (
     decode_request,
     encode,
 )
+from kvtier.engine.process.prompt_making import asked_prompt, encoded_chat, retained_parts, tokens_of
 from kvtier.engine.prompt_token import PromptToken
-from kvtier.engine.retentions import Retentions
+from kvtier.engine.retentions import EngineRetentions
 from kvtier.engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from kvtier.engine.thinking_marks import ends_in_thought
 from kvtier.errors import AnswerFailed, InvalidGrammar, KvtierError, PromptTooLong, RemoteProtocolError, RequestError
-from kvtier.models.prompt_encoder import EncodedChat, PromptEncoder
+from kvtier.models.prompt_encoder import PromptEncoder
 from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.recent_warnings import RecentWarnings
-from kvtier.tiers.retention import MAX_ASKS, RetentionAsk, RetentionOutcome
+from kvtier.tiers.retention import MAX_ASKS, RetentionOutcome
 from kvtier.transport.address import UnixAddress
 from kvtier.transport.listening import UnixListener
 
@@ -85,6 +84,9 @@ _LENGTHS = ("short", "middle", "long")
 _CHARACTERS_OF_MESSAGE = 32
 """The cost of rendering one message in a template, in characters of text."""
 
+_Outgoing: TypeAlias = Sequence[tuple[str, StreamEvent]] | FromEngine | None
+"""News of a step by request, a message, or None for the end."""
+
 _FLUSH_S = 2.0
 _ACCEPT_AGAIN_S = 0.5
 
@@ -96,7 +98,7 @@ class EngineServer:
         self,
         client: EngineClient,
         prompts: PromptEncoder,
-        hello: Hello,
+        hello: EngineHello,
         socket_path: str,
         registries: Sequence[CollectorRegistry] = (),
         partings: Partings | None = None,
@@ -124,7 +126,7 @@ class EngineServer:
         self._accepting.start()
 
     def wait_until_met(self, timeout_s: float) -> bool:
-        """Wait until a client has received the `Hello`, and so can send requests. False on timeout."""
+        """Wait until a client has received the `EngineHello`, and so can send requests. False on timeout."""
         return self._is_met.wait(timeout_s)
 
     def note_met(self) -> None:
@@ -169,7 +171,7 @@ class EngineServer:
         return self._threads[_LENGTHS[bisect.bisect_left(_SHORT_CHARACTERS, num_characters)]]
 
     @property
-    def retentions(self) -> Retentions:
+    def retentions(self) -> EngineRetentions:
         return self.client.engine.retentions
 
     @property
@@ -215,7 +217,7 @@ class _ClientConnection:
         self._num_left: dict[int, int] = {}
         self._prompt_ends: dict[int, str] = {}
         """The ends of conversations whose `Accepted` is not sent yet."""
-        self._outbox: queue.SimpleQueue[Sequence[tuple[str, StreamEvent]] | FromEngine | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[_Outgoing] = queue.SimpleQueue()
         self._outbox.put(server.hello)
         self._reading = threading.Thread(target=self._read, name="kvtier-engine-read", daemon=True)
         self._writing = threading.Thread(target=self._write, name="kvtier-engine-write", daemon=True)
@@ -375,7 +377,7 @@ class _ClientConnection:
     def _compare(self, request: Submit, tokens: Sequence[int]) -> None:
         """Compare the prompt with recorded ones; a failure does not affect its answer."""
         try:
-            self._server.partings.compare(_asked(request, tokens))
+            self._server.partings.compare(asked_prompt(request, tokens))
         except Exception as error:
             self._server.log_limit.warning("compare", "a prompt could not be compared: %s", str(error))
 
@@ -407,8 +409,8 @@ class _ClientConnection:
             stops = (*params.stop_token_ids, *infill.stop_token_ids)[:MAX_STOP_TOKEN_IDS]
             return infill.token_ids, msgspec.structs.replace(params, stop_token_ids=stops)
         if not isinstance(prompt, ChatPrompt):
-            return _tokens(prompts, prompt), params
-        chat = _chat(prompts, prompt)
+            return tokens_of(prompts, prompt), params
+        chat = encoded_chat(prompts, prompt)
         prompt_end = self._prompt_ends[request.number] = chat.text[-MAX_PROMPT_END_CHARACTERS:]
         if prompt.grammar_in_thought is not None and ends_in_thought(prompt_end):
             params = msgspec.structs.replace(params, grammar=prompt.grammar_in_thought)
@@ -423,7 +425,7 @@ class _ClientConnection:
                 text = prompts.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
                 reply = Detokenized(request.number, text)
             else:
-                token_ids = _tokens(prompts, request.prompt)
+                token_ids = tokens_of(prompts, request.prompt)
                 texts = prompts.token_texts(token_ids) if request.with_texts else []
                 reply = Tokenized(request.number, token_ids, texts)
         except KvtierError as error:
@@ -454,12 +456,12 @@ class _ClientConnection:
             self._sock.close()
             self._server.forget(self)
 
-    def _waiting(self) -> Iterable[Sequence[tuple[str, StreamEvent]] | FromEngine | None]:
+    def _waiting(self) -> Iterable[_Outgoing]:
         """The other items that are already queued."""
         while not self._outbox.empty():
             yield self._outbox.get()
 
-    def _messages(self, items: Iterable[Sequence[tuple[str, StreamEvent]] | FromEngine | None]) -> Iterable[FromEngine]:
+    def _messages(self, items: Iterable[_Outgoing]) -> Iterable[FromEngine]:
         pieces: list[tuple[int, StreamPiece]] = []
         token_bytes: dict[int, bytes] = {}
         for item in items:
@@ -475,12 +477,7 @@ class _ClientConnection:
                 if isinstance(news, StreamPiece):
                     for found in (*(news.logprobs or ()), *(_ids_in(token) for token in news.prompt or ())):
                         token_bytes |= {token_id: self._server.prompts.token_bytes(token_id) for token_id in found}
-                    if news.completion is not None:
-                        if news.index == 0:
-                            self._server.partings.finish(request_id, news.completion.token_ids)
-                        self._note_end(request_id, number)
-                        news = _without_what_was_said(news, news.completion)
-                    pieces.append((number, news))
+                    pieces.append((number, self._sent(request_id, number, news)))
                 elif isinstance(news, Admitted):
                     yield Accepted(number, news.prompt_tokens, self._prompt_ends.pop(number, ""))
                 else:
@@ -490,6 +487,16 @@ class _ClientConnection:
                     yield _refusal(number, news)
         if pieces:
             yield StepOutputs(pieces, token_bytes)
+
+    def _sent(self, request_id: str, number: int, piece: StreamPiece) -> StreamPiece:
+        """The piece as it is sent; the last one of an answer ends the answer."""
+        completion = piece.completion
+        if completion is None:
+            return piece
+        if piece.index == 0:
+            self._server.partings.finish(request_id, completion.token_ids)
+        self._note_end(request_id, number)
+        return _without_what_was_said(piece, completion)
 
     def _note_end(self, request_id: str, number: int) -> None:
         self._num_left[number] -= 1
@@ -503,73 +510,6 @@ class _ClientConnection:
 
 def _ids_in(token: PromptToken) -> set[int]:
     return {token.token_id, *token.logprobs}
-
-
-def retained_parts(
-    prompt: Prompt, asks: Sequence[RetentionAsk], tokens: Sequence[int], prompts: PromptEncoder
-) -> list[tuple[RetentionAsk, int]]:
-    """Each ask with its number of tokens: all, or those that its messages alone have in common with the prompt."""
-    return [(ask, _num_common(prompt, ask.num_messages, tokens, prompts)) for ask in asks]
-
-
-def _num_common(prompt: Prompt, num_messages: int | None, tokens: Sequence[int], prompts: PromptEncoder) -> int:
-    """A template is a program: if it writes the first messages differently on their own, all tokens are meant."""
-    if num_messages is None or not isinstance(prompt, ChatPrompt) or not 0 < num_messages < len(prompt.messages):
-        return len(tokens)
-    messages = prompt.messages[:num_messages]
-    part = msgspec.structs.replace(prompt, messages=messages, adds_generation_prompt=False)
-    try:
-        found = _chat(prompts, part).token_ids
-    except Exception as error:  # raised by a template
-        logger.debug("a part of a conversation could not be rendered alone: %s", str(error))
-        return len(tokens)
-    return next((place for place, (one, two) in enumerate(zip(found, tokens, strict=False)) if one != two), len(found))
-
-
-def _tokens(prompts: PromptEncoder, prompt: Prompt) -> list[int]:
-    if isinstance(prompt, TextPrompt) and prompt.suffix:
-        return prompts.encode_infill(prompt.text, prompt.suffix).token_ids
-    if isinstance(prompt, TextPrompt):
-        return prompts.encode(prompt.text, add_special_tokens=prompt.adds_special_tokens)
-    if isinstance(prompt, ChatPrompt):
-        return _chat(prompts, prompt).token_ids
-    return prompt.token_ids
-
-
-def _chat(prompts: PromptEncoder, prompt: ChatPrompt) -> EncodedChat:
-    messages = [template_message(one) for one in prompt.messages]
-    return prompts.encode_chat(
-        messages, prompt.template_values, prompt.tools or None, add_generation_prompt=prompt.adds_generation_prompt
-    )
-
-
-def _asked(request: Submit, tokens: Sequence[int]) -> AskedPrompt:
-    prompt = request.prompt
-    if not isinstance(prompt, ChatPrompt):
-        return AskedPrompt(request.request_id, tokens, request.salt, request.session)
-    chat = functools.partial(_chat_input, prompt)
-    return AskedPrompt(request.request_id, tokens, request.salt, request.session, prompt.tools, chat)
-
-
-def _chat_input(prompt: ChatPrompt) -> ChatInput:
-    return ChatInput([template_message(one) for one in prompt.messages], prompt.template_values, prompt.tools)
-
-
-def template_message(message: ChatMessage) -> dict[str, object]:
-    """The message as templates expect it: a key is present only if it has a value."""
-    found: dict[str, object] = {"role": message.role, "content": message.content}
-    if message.name:
-        found["name"] = message.name
-    if message.reasoning is not None:
-        found["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.call_id is not None:
-        found["tool_call_id"] = message.call_id
-    return found
 
 
 def _without_what_was_said(last: StreamPiece, completion: Completion) -> StreamPiece:

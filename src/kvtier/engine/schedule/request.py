@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvtier.blocks.block import Block
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import Block
 from kvtier.engine.prompt_token import PromptToken
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.transfer.prefetch import NoPrefetch, Prefetch

@@ -18,7 +18,7 @@ from kvtier.engine.schedule.request import FinishReason, Request, Status
 from kvtier.engine.schedule.step import Step, StepRow
 from kvtier.engine.schedule.waiting_line import WaitingLine
 from kvtier.transfer.load import LoadPlan
-from kvtier.transfer.prefetch import READY, WAIT, PrefetchState, Verdict
+from kvtier.transfer.prefetch_state import READY, WAIT, PrefetchState, Verdict
 from kvtier.transfer.transfer import NoTransfer, Transfer
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from kvtier.blocks.block import Block, PrefixIndex, Presence
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
+from kvtier.blocks.pool import BlockPool
 from kvtier.engine.schedule.naive_blocks import extend_hashes, num_reusable_blocks
 from kvtier.engine.schedule.request import Request
 from kvtier.engine.schedule.step import BlockCopy

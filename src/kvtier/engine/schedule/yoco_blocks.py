@@ -12,9 +12,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtier.blocks.block import Block, BlockState
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import Block, BlockState
 from kvtier.engine.schedule.naive_blocks import extend_hashes, root_of
 from kvtier.engine.schedule.request import Request
 from kvtier.engine.schedule.shared_blocks import SharedBlocks

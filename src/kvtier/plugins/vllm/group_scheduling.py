@@ -21,8 +21,9 @@ from kvtier.plugins.vllm.events import ServerEvents
 from kvtier.plugins.vllm.identity import Identity
 from kvtier.plugins.vllm.pins import Pins
 from kvtier.plugins.vllm.plan import Save
-from kvtier.plugins.vllm.scheduling import SchedulerSide, Tracked, Wanted
+from kvtier.plugins.vllm.scheduling import SchedulerSide
 from kvtier.plugins.vllm.settings import ConnectorSettings
+from kvtier.plugins.vllm.tracked import Tracked, Wanted
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.group_search import GroupSearch
 from kvtier.transfer.leased_blocks import LeasedBlocks

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
@@ -36,7 +36,7 @@ from kvtier.plugins.vllm.plan import PIECE_BYTES, PageLoad, Save, StepPlan, Work
 from kvtier.plugins.vllm.settings import ConnectorSettings
 from kvtier.plugins.vllm.statistics import CacheStats
 from kvtier.plugins.vllm.step_times import StepTimes
-from kvtier.tiers.explanation import Explanation
+from kvtier.plugins.vllm.tracked import Tracked, Wanted
 from kvtier.tiers.remote import RemoteTier
 from kvtier.tiers.speeds import Speeds
 from kvtier.tiers.tier import Tier
@@ -54,30 +54,6 @@ _NUM_THREADS = 4
 _IDLE_WAIT_S = 0.01
 """Longest total wait for answers of a step without work. Without it, vLLM's polling keeps the GIL from the threads
 that fetch them."""
-
-
-@dataclass(slots=True)
-class Tracked:
-    """The cache's view of a request."""
-
-    request: Request
-    lookup: Lookup
-    num_local_tokens: int = 0
-    pages: list[int] = field(default_factory=list)
-    num_saved: int = 0
-    has_saves: bool = False
-    explanation: Explanation | None = None
-    """Reported to the server when the request ends, because reporting costs the scheduler's thread time."""
-    may_load: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Blocks to load or save: `pages` hold the blocks with these `hashes`, beginning at `first_block`."""
-
-    pages: list[int]
-    first_block: int
-    hashes: list[BlockHash]
 
 
 @dataclass(slots=True)

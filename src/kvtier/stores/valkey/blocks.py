@@ -23,7 +23,7 @@ from kvtier.errors import ProtocolError, RemoteProtocolError, TierError, TierFul
 from kvtier.latency_guard import give_way
 from kvtier.memory.checksum import checksum_of
 from kvtier.observe.log_limit import LogLimit
-from kvtier.stores.valkey.cluster import Cluster, NodeFailure, Share
+from kvtier.stores.valkey.cluster import Cluster, NodeFailure, NodeShare
 from kvtier.stores.valkey.node import NodeAddress, NodeConnection, is_refusal
 from kvtier.stores.valkey.resp import Reply, ReplyError, command, command_around
 from kvtier.stores.valkey.segments import Segments
@@ -193,7 +193,7 @@ class ClusterBlocks:
         damaged: list[int] = []
         deadline = time.monotonic() + timeout_s
 
-        def act(node: NodeConnection, share: Share) -> None:
+        def act(node: NodeConnection, share: NodeShare) -> None:
             trailer = memoryview(bytearray(_TRAILER.size))
             asked = iter(share.positions)
             replies = iter(share.positions)
@@ -247,7 +247,7 @@ class ClusterBlocks:
             )
             return [before, payload, trailer + after]
 
-        def act(node: NodeConnection, share: Share) -> None:
+        def act(node: NodeConnection, share: NodeShare) -> None:
             nonlocal num_refused
             asked = iter(share.positions)
             replies = iter(share.positions)
@@ -283,7 +283,7 @@ class ClusterBlocks:
         """A short command for each slot, whose answer is OK or a number: whether it is not 0; None without one."""
         answers: list[bool | None] = [None] * len(slots)
 
-        def act(node: NodeConnection, share: Share) -> None:
+        def act(node: NodeConnection, share: NodeShare) -> None:
             for first in range(0, len(share.positions), _MANY_KEYS):
                 some = share.positions[first : first + _MANY_KEYS]
                 node.send([b"".join(share.prefix + request(position) for position in some)], deadline)
@@ -303,7 +303,7 @@ class ClusterBlocks:
     def _paced(self, count: int) -> Iterator[int]:
         return paced(count, self._block_bytes, lambda: self._cluster.num_busy)
 
-    def _refused(self, share: Share, position: int, error: ReplyError, node: NodeConnection) -> None:
+    def _refused(self, share: NodeShare, position: int, error: ReplyError, node: NodeConnection) -> None:
         """A node refused a command: it sends elsewhere, is just changing, or does not know this user."""
         if self._cluster.redirected(share, position, error, node.address):
             return

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from kvtier.errors import ProtocolError, TierError, TierUnavailable
 from kvtier.observe.log_limit import LogLimit
-from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection
+from kvtier.stores.valkey.node import NodeAccess, NodeAddress, NodeConnection
 from kvtier.stores.valkey.resp import Reply, ReplyError, command
 from kvtier.stores.valkey.shard import CONNECTIONS_PER_SHARD, Shard
 from kvtier.stores.valkey.slots import NUM_SLOTS, nodes_of, read_redirection, read_slots
@@ -46,7 +46,7 @@ class Redirection:
 
 
 @dataclass(slots=True)
-class Share:
+class NodeShare:
     """The part of a request for one node over one connection: positions, and the nodes that some were redirected to.
 
     Before each of its commands comes ASKING if `is_asking`: the node is about to take the slot over.
@@ -83,13 +83,13 @@ class NodeFailure:
     sentence: str
 
 
-Act: TypeAlias = Callable[[NodeConnection, Share], None]
+Act: TypeAlias = Callable[[NodeConnection, NodeShare], None]
 
 
 class Cluster:
     """Reached through any of `seeds`. It need not answer now: it is used once it does."""
 
-    def __init__(self, seeds: Sequence[NodeAddress], access: Access) -> None:
+    def __init__(self, seeds: Sequence[NodeAddress], access: NodeAccess) -> None:
         self._seeds = seeds
         self._access = access
         self._lock = threading.Lock()
@@ -139,7 +139,7 @@ class Cluster:
             return [NodeFailure(TierUnavailable.kind, "the cluster has not said who has its slots")]
         for _ in range(_MAX_REDIRECTIONS):
             works = [
-                (address, Share(part, is_asking))
+                (address, NodeShare(part, is_asking))
                 for (address, is_asking), positions in groups.items()
                 for part in _parts(positions, split_above if len(groups) < _FEW_NODES else len(positions))
             ]
@@ -157,7 +157,7 @@ class Cluster:
         with self._shard(address).connection(deadline) as connection:
             return connection.ask(request, deadline)
 
-    def redirected(self, share: Share, position: int, error: ReplyError, asked: NodeAddress) -> bool:
+    def redirected(self, share: NodeShare, position: int, error: ReplyError, asked: NodeAddress) -> bool:
         """Whether `error` sends a position elsewhere, as its `share` says from now on."""
         if error.code not in ("MOVED", "ASK"):
             return False
@@ -178,8 +178,8 @@ class Cluster:
         for shard in list(self._shards.values()):
             shard.close()
 
-    def _each(self, works: Sequence[tuple[NodeAddress, Share]], act: Act, deadline: float) -> list[NodeFailure]:
-        def one(work: tuple[NodeAddress, Share]) -> NodeFailure | None:
+    def _each(self, works: Sequence[tuple[NodeAddress, NodeShare]], act: Act, deadline: float) -> list[NodeFailure]:
+        def one(work: tuple[NodeAddress, NodeShare]) -> NodeFailure | None:
             address, share = work
             try:
                 with self._shard(address).connection(deadline) as connection, self._busy():

@@ -12,7 +12,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.errors import ConfigError
 from kvtier.stores.valkey.blocks import ClusterBlocks, OnLoss
 from kvtier.stores.valkey.cluster import Cluster
-from kvtier.stores.valkey.node import Access, NodeAddress, is_loopback
+from kvtier.stores.valkey.node import NodeAccess, NodeAddress, is_loopback
 
 DEFAULT_TTL_S = 7 * 86400.0
 DEFAULT_SEGMENT = 128
@@ -74,7 +74,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def seeds(self) -> list[NodeAddress]:
         return [_parse_node(text) for text in self.valkey]
 
-    def access(self) -> Access:
+    def access(self) -> NodeAccess:
         """Raises `ConfigError` for a `ca_file` that cannot be read."""
         tls = None
         if self.is_tls:
@@ -83,7 +83,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             except (OSError, ssl.SSLError) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 raise ConfigError(f"ca_file {Path(self.ca_file or '').name} cannot be used: {reason}") from error
-        return Access(self.user, self.password, tls, self.plaintext)
+        return NodeAccess(self.user, self.password, tls, self.plaintext)
 
 
 class ClusterUse(msgspec.Struct, frozen=True, kw_only=True):

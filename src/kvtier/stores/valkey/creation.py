@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from kvtier.errors import ConfigError, RemoteProtocolError, TierRefused, TierTimeout, TierUnavailable
-from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection
+from kvtier.stores.valkey.node import NodeAccess, NodeAddress, NodeConnection
 from kvtier.stores.valkey.resp import command
 from kvtier.stores.valkey.slots import NUM_SLOTS
 
@@ -19,7 +19,7 @@ _ANSWER_S = 10.0
 _LOOK_S = 0.1
 
 
-def create_cluster(addresses: Sequence[NodeAddress], access: Access, timeout_s: float) -> None:
+def create_cluster(addresses: Sequence[NodeAddress], access: NodeAccess, timeout_s: float) -> None:
     """All of `addresses` have an equal share of the slots, and know each other, when this returns.
 
     Nothing is changed if one of them does not answer, has cluster mode off, or is in a cluster already. Raises
@@ -104,7 +104,7 @@ class _NewNode:
         return self._connection.ask(command(*words), _deadline())
 
 
-def _connect(address: NodeAddress, access: Access, timeout_s: float) -> NodeConnection:
+def _connect(address: NodeAddress, access: NodeAccess, timeout_s: float) -> NodeConnection:
     """A server that was only just started does not listen yet: it has that long."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -20,7 +20,7 @@ from kvtier.blocks.namespace import NAMESPACE_BYTES, Namespace
 from kvtier.blocks.namespace_document import read_fields
 from kvtier.errors import TierRefused
 from kvtier.observe.printable import printable
-from kvtier.stores.valkey.cluster import Cluster, Share
+from kvtier.stores.valkey.cluster import Cluster, NodeShare
 from kvtier.stores.valkey.node import NodeConnection
 from kvtier.stores.valkey.resp import ReplyError, command
 from kvtier.stores.valkey.slots import slot_of
@@ -158,7 +158,7 @@ class DescribedNamespaces:
     def _get(self, keys: Sequence[_Key], deadline: float) -> list[bytes | None]:
         found: list[bytes | None] = [None] * len(keys)
 
-        def act(node: NodeConnection, share: Share) -> None:
+        def act(node: NodeConnection, share: NodeShare) -> None:
             requests = [share.prefix + command(b"GET", keys[position].name) for position in share.positions]
             node.send([b"".join(requests)], deadline)
             for position in share.positions:
@@ -174,7 +174,7 @@ class DescribedNamespaces:
     def _set(self, key: _Key, value: bytes, until_ms: int, deadline: float) -> bool:
         is_set = False
 
-        def act(node: NodeConnection, share: Share) -> None:
+        def act(node: NodeConnection, share: NodeShare) -> None:
             nonlocal is_set
             node.send([share.prefix, command(b"SET", key.name, value, b"PXAT", b"%d" % until_ms)], deadline)
             reply = share.read(node, deadline)

@@ -33,7 +33,7 @@ class NodeAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class NodeAccess:
     """How a node is spoken to: as which user, and through TLS if there is a context.
 
     Without TLS, no other host than this one, unless `plaintext` says so: the cluster names its nodes itself.
@@ -48,7 +48,7 @@ class Access:
 class NodeConnection:
     """Owns its socket. After any error but a refused command it is of no use, and its owner closes it."""
 
-    def __init__(self, address: NodeAddress, access: Access, deadline: float) -> None:
+    def __init__(self, address: NodeAddress, access: NodeAccess, deadline: float) -> None:
         """Connect and log in. Raises `TierUnavailable`, `TierTimeout` or `TierRefused`."""
         self.address = address
         self._timeout_s = 0.0
@@ -72,7 +72,7 @@ class NodeConnection:
             self._sock.close()
             raise
 
-    def _log_in(self, access: Access) -> None:
+    def _log_in(self, access: NodeAccess) -> None:
         words = [b"HELLO", b"3"]
         if access.password is not None:
             words += [b"AUTH", (access.user or "default").encode(), access.password.encode()]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from kvtier.errors import ProtocolError, TierError, TierTimeout, TierUnavailable
 from kvtier.observe.log_limit import LogLimit
-from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection
+from kvtier.stores.valkey.node import NodeAccess, NodeAddress, NodeConnection
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ CONNECTIONS_PER_SHARD = 2
 class Shard:
     """At most two connections, opened when they are first needed."""
 
-    def __init__(self, address: NodeAddress, access: Access) -> None:
+    def __init__(self, address: NodeAddress, access: NodeAccess) -> None:
         self.address = address
         self._access = access
         self._changed = threading.Condition()

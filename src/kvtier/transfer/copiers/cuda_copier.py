@@ -24,11 +24,11 @@ import torch
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.latency_guard import give_way, yield_to
-from kvtier.memory.cuda import PIECE_BYTES, Direction, Registration, load_cudart
+from kvtier.memory.cuda import PIECE_BYTES, CopyDirection, Registration, load_cudart
 from kvtier.memory.mapped import MappedArena
 from kvtier.memory.registered import RegisteredArenas
 from kvtier.transfer.copier import Copies, Mark
-from kvtier.transfer.copiers.geometry import Geometry, Pages, Run
+from kvtier.transfer.copiers.geometry import ByteRun, Geometry, Pages
 
 if TYPE_CHECKING:
     from kvtier.transfer.copiers.staging import Staging
@@ -68,7 +68,7 @@ class LayerGroup:
     num_layers: int
     first_byte: int
     nbytes: int
-    runs: Sequence[Run] = ()
+    runs: Sequence[ByteRun] = ()
 
 
 def layer_groups(layout: KvLayout, num_groups: int = NUM_GROUPS) -> list[LayerGroup]:
@@ -143,7 +143,7 @@ class _CudaCopies:
 class _Lane:
     """One direction: its stream of copies, and the staging that blocks pass through unless they go directly."""
 
-    direction: Direction
+    direction: CopyDirection
     stream: torch.cuda.Stream
     staging: Staging | None
 
@@ -200,8 +200,8 @@ class CudaCopier:
         self._arenas = RegisteredArenas(cudart, self._device.index, layout.slot_bytes, self._to_end.put, piece_bytes)
         with torch.cuda.device(self._device):
             # Requests wait for loads, but never for stores.
-            self._loads = self._new_lane(Direction.TO_DEVICE, -1, chunk_bytes)
-            self._stores = self._new_lane(Direction.TO_HOST, 0, chunk_bytes)
+            self._loads = self._new_lane(CopyDirection.TO_DEVICE, -1, chunk_bytes)
+            self._stores = self._new_lane(CopyDirection.TO_HOST, 0, chunk_bytes)
         if switch_interval_s is not None:
             sys.setswitchinterval(min(sys.getswitchinterval(), switch_interval_s))
         self._thread = threading.Thread(target=self._run, args=(let_pass,), name="kvtier-copies", daemon=True)
@@ -312,7 +312,7 @@ class CudaCopier:
                 self._num_submitting -= 1
                 self._condition.notify_all()
 
-    def _new_lane(self, direction: Direction, priority: int, chunk_bytes: int) -> _Lane:
+    def _new_lane(self, direction: CopyDirection, priority: int, chunk_bytes: int) -> _Lane:
         stream = torch.cuda.Stream(self._device, priority=priority)
         if self.way is Way.DIRECT:
             return _Lane(direction, stream, None)

@@ -38,7 +38,7 @@ class PageOrder(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRun:
     """`nbytes` that are contiguous on the device and in the block.
 
     They begin `device_bytes` after the start of a block's part in the first layer, and `block_bytes` after the start of
@@ -72,15 +72,15 @@ class Pages(Protocol):
         ...
 
     @property
-    def plain_runs(self) -> list[Run] | None:
+    def plain_runs(self) -> list[ByteRun] | None:
         """The runs of a block, if a host can copy it as it is; None if its numbers lie in another order."""
         ...
 
-    def runs(self, layers: range) -> list[Run]: ...
+    def runs(self, layers: range) -> list[ByteRun]: ...
 
-    def run_addresses(self, places: Sequence[int], run: Run) -> list[int]: ...
+    def run_addresses(self, places: Sequence[int], run: ByteRun) -> list[int]: ...
 
-    def run_offsets(self, offsets: Sequence[int], run: Run) -> list[int]: ...
+    def run_offsets(self, offsets: Sequence[int], run: ByteRun) -> list[int]: ...
 
     def check(self, places: Sequence[int], arena: MappedArena, offsets: Sequence[int]) -> None: ...
 
@@ -116,7 +116,7 @@ class Geometry:
         self.address: int = tensors[0].data_ptr()
         self._page_bytes = tensors[0].stride(0) * layout.itemsize
         self._part_bytes = tensors[0].stride(2) * layout.itemsize * self.part_tokens
-        self.is_one_run = self.can_run and self.runs(range(layout.layers)) == [Run(0, 0, layout.block_bytes)]
+        self.is_one_run = self.can_run and self.runs(range(layout.layers)) == [ByteRun(0, 0, layout.block_bytes)]
         """A block lies as on the host: one run of bytes."""
 
     @property
@@ -135,26 +135,26 @@ class Geometry:
         return self.order is PageOrder.ROWS and all(tensor.stride() == first.stride() for tensor in self.tensors)
 
     @property
-    def plain_runs(self) -> list[Run] | None:
-        return [Run(0, 0, self.layout.block_bytes)] if self.is_one_run else None
+    def plain_runs(self) -> list[ByteRun] | None:
+        return [ByteRun(0, 0, self.layout.block_bytes)] if self.is_one_run else None
 
-    def runs(self, layers: range) -> list[Run]:
+    def runs(self, layers: range) -> list[ByteRun]:
         """A part's runs in `layers`, in the order of the block. Requires `can_run`."""
         layout, first = self.layout, self.tensors[0]
         _, head_stride, token_stride, dim_stride = first.stride()
         if dim_stride != 1:
-            return [Run(0, 0, layout.itemsize)]
+            return [ByteRun(0, 0, layout.itemsize)]
         row_bytes = 2 * layout.head_dim * layout.itemsize
-        runs: list[Run] = []
+        runs: list[ByteRun] = []
         for layer, head, token in itertools.product(layers, range(self.num_heads), range(self.part_tokens)):
             inside = (head * head_stride + token * token_stride) * layout.itemsize
             device = self.tensors[layer].data_ptr() - self.address + inside
             row = (layer * layout.kv_heads + self.first_head + head) * layout.block_tokens + token
             last = runs[-1] if runs else None
             if last and (device, row * row_bytes) == (last.device_bytes + last.nbytes, last.block_bytes + last.nbytes):
-                runs[-1] = Run(last.device_bytes, last.block_bytes, last.nbytes + row_bytes)
+                runs[-1] = ByteRun(last.device_bytes, last.block_bytes, last.nbytes + row_bytes)
             else:
-                runs.append(Run(device, row * row_bytes, row_bytes))
+                runs.append(ByteRun(device, row * row_bytes, row_bytes))
         return runs
 
     def halves(self) -> tuple[Stack, Stack]:
@@ -178,11 +178,11 @@ class Geometry:
         part_bytes = self._part_bytes
         return [start + place // parts * page_bytes + place % parts * part_bytes for place in places]
 
-    def run_addresses(self, places: Sequence[int], run: Run) -> list[int]:
+    def run_addresses(self, places: Sequence[int], run: ByteRun) -> list[int]:
         """Where each part has this run. Requires `can_run`."""
         return self.addresses(places, run.device_bytes)
 
-    def run_offsets(self, offsets: Sequence[int], run: Run) -> list[int]:
+    def run_offsets(self, offsets: Sequence[int], run: ByteRun) -> list[int]:
         """Where each part of the blocks at `offsets` has this run."""
         return self.part_offsets(offsets, run.block_bytes)
 

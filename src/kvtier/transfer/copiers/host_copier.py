@@ -17,7 +17,7 @@ from kvtier.errors import TierUnavailable
 from kvtier.memory.copying import copy_blocks
 from kvtier.memory.mapped import MappedArena
 from kvtier.transfer.copier import Copies, Mark
-from kvtier.transfer.copiers.geometry import INTEGERS, Geometry, Pages, Run
+from kvtier.transfer.copiers.geometry import INTEGERS, ByteRun, Geometry, Pages
 from kvtier.transfer.copiers.own_threads import cores, own_threads
 
 _MAX_THREADS = 4
@@ -92,7 +92,7 @@ class HostCopier:
         if self._strided is not None:
             self._strided.close()
 
-    def _in_arena(self, arena: MappedArena, offsets: Sequence[int], run: Run) -> list[int]:
+    def _in_arena(self, arena: MappedArena, offsets: Sequence[int], run: ByteRun) -> list[int]:
         return [arena.address + offset for offset in self._geometry.run_offsets(offsets, run)]
 
 

@@ -16,7 +16,7 @@ import torch
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import ConfigError
 from kvtier.memory.mapped import MappedArena
-from kvtier.transfer.copiers.geometry import Run
+from kvtier.transfer.copiers.geometry import ByteRun
 
 _MAX_RUNS = 4096
 """With more runs than this, copies would go row by row: the engine should lay out its pages in another order."""
@@ -118,20 +118,20 @@ class OpaquePages:
         return True
 
     @property
-    def plain_runs(self) -> list[Run]:
+    def plain_runs(self) -> list[ByteRun]:
         return self.runs(range(1))
 
-    def runs(self, layers: range) -> list[Run]:
+    def runs(self, layers: range) -> list[ByteRun]:
         """All runs: such a block has one layer."""
         return [
-            Run(run.address, self._first_byte + start, run.nbytes, run.stride_bytes)
+            ByteRun(run.address, self._first_byte + start, run.nbytes, run.stride_bytes)
             for run, start in zip(self._page_runs, self._starts, strict=False)
         ]
 
-    def run_addresses(self, places: Sequence[int], run: Run) -> list[int]:
+    def run_addresses(self, places: Sequence[int], run: ByteRun) -> list[int]:
         return [run.device_bytes + place * run.stride_bytes for place in places]
 
-    def run_offsets(self, offsets: Sequence[int], run: Run) -> list[int]:
+    def run_offsets(self, offsets: Sequence[int], run: ByteRun) -> list[int]:
         return [offset + run.block_bytes for offset in offsets]
 
     def check(self, places: Sequence[int], arena: MappedArena, offsets: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvtier.memory.cuda import Direction
+from kvtier.memory.cuda import CopyDirection
 from kvtier.memory.mapped import MappedArena
 from kvtier.memory.registered import RegisteredArenas, RowShape
 from kvtier.transfer.copier import Mark
@@ -63,7 +63,7 @@ class Staging:
             self.kernels.wait_event(after)
             for chunk, some_offsets, some_places in self._cut(offsets, places):
                 self._copies.wait_event(chunk.free)
-                self._copy(chunk, arena, some_offsets, Direction.TO_DEVICE)
+                self._copy(chunk, arena, some_offsets, CopyDirection.TO_DEVICE)
                 chunk.filled.record(self._copies)
                 table = self._moves.table(some_places)
                 self.kernels.wait_event(chunk.filled)
@@ -83,7 +83,7 @@ class Staging:
                 self._moves.gather(table, chunk.memory)
                 chunk.filled.record(self.kernels)
                 self._copies.wait_event(chunk.filled)
-                self._copy(chunk, arena, some_offsets, Direction.TO_HOST)
+                self._copy(chunk, arena, some_offsets, CopyDirection.TO_HOST)
                 chunk.free.record(self._copies)
         return self._copies
 
@@ -95,7 +95,7 @@ class Staging:
             end = first + count
             yield next(self._chunks), offsets[first:end], places[first * parts : end * parts]
 
-    def _copy(self, chunk: _Chunk, arena: MappedArena, offsets: Sequence[int], direction: Direction) -> None:
+    def _copy(self, chunk: _Chunk, arena: MappedArena, offsets: Sequence[int], direction: CopyDirection) -> None:
         rows, first, stream = self._rows, chunk.memory.data_ptr(), self._copies.cuda_stream
         nbytes = rows.nbytes * rows.count
         device = [first + number * nbytes for number in range(len(offsets))]

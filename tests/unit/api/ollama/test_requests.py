@@ -15,7 +15,7 @@ from kvtier.api.json_body import JsonBody
 from kvtier.api.ollama.options import sampling_params
 from kvtier.api.ollama.requests import MAX_DURATION_CHARACTERS, LoadModel, find_model, read_chat, read_generate
 from kvtier.engine.grammar import JSON_OBJECT, Grammar
-from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Hello, TextPrompt
+from kvtier.engine.process.messages import ChatMessage, ChatPrompt, EngineHello, TextPrompt
 from kvtier.errors import EngineAway
 from tests.support.fake_engine import HELLO, MODEL
 
@@ -23,17 +23,17 @@ BARE = msgspec.structs.replace(HELLO, chat_template="")
 USER = {"role": "user", "content": "hi"}
 
 
-def engines_of(hello: Hello | None = HELLO, *names: str) -> Engines:
+def engines_of(hello: EngineHello | None = HELLO, *names: str) -> Engines:
     connection = EngineConnection("engine-0", "/nowhere")
     connection.hello = hello
     return Engines([ServedModel(names or (MODEL,), [connection])])
 
 
-def generate(*, hello: Hello | None = HELLO, **fields: object) -> GenerationRequest | LoadModel:
+def generate(*, hello: EngineHello | None = HELLO, **fields: object) -> GenerationRequest | LoadModel:
     return read_generate(JsonBody({"model": MODEL, **fields}), engines_of(hello))
 
 
-def chat(*, hello: Hello | None = HELLO, **fields: object) -> GenerationRequest | LoadModel:
+def chat(*, hello: EngineHello | None = HELLO, **fields: object) -> GenerationRequest | LoadModel:
     return read_chat(JsonBody({"model": MODEL, **fields}), engines_of(hello))
 
 

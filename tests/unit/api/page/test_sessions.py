@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvtier.api.access import Tenant
+from kvtier.api.access import ApiTenant
 from kvtier.api.limits import MAX_PAGE_SESSIONS, MAX_PAGE_SESSIONS_OF_KEY, PAGE_SESSION_S
 from kvtier.api.page.sessions import Sessions
 
-ALICE = Tenant("alice")
+ALICE = ApiTenant("alice")
 
 
 def test_a_session_ends_when_its_time_is_over() -> None:
@@ -29,7 +29,7 @@ def test_a_key_has_so_many_sessions_and_all_keys_so_many() -> None:
     assert len(sessions) == MAX_PAGE_SESSIONS_OF_KEY
 
     for number in range(MAX_PAGE_SESSIONS + 10):
-        sessions.begin(Tenant(f"key {number}"))
+        sessions.begin(ApiTenant(f"key {number}"))
     assert len(sessions) == MAX_PAGE_SESSIONS
 
 

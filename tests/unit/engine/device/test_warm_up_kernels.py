@@ -116,7 +116,7 @@ def _note_launches(monkeypatch: pytest.MonkeyPatch) -> set[object]:
     launched: set[object] = set()
     for module, name in (
         (paged_attention, "_attend_kernel"),
-        (paged_attention, "_join_kernel"),
+        (paged_attention, "join_kernel"),
         (gathered_attention, "_gather_kernel"),
         (gathered_attention, "_attend_kernel"),
     ):

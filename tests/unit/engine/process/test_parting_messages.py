@@ -19,14 +19,15 @@ from kvtier.engine.process.messages import (
     LENGTH_BYTES,
     ChatMessage,
     ChatPrompt,
-    Hello,
+    EngineHello,
     Submit,
     TextPrompt,
     ToolCall,
     decode_request,
     encode,
 )
-from kvtier.engine.process.server import EngineServer, _tokens
+from kvtier.engine.process.prompt_making import tokens_of
+from kvtier.engine.process.server import EngineServer
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import EngineAway
 from kvtier.models.prompt_encoder import PromptEncoder
@@ -83,7 +84,7 @@ class _FailingPartings(Partings):
         raise ZeroDivisionError("a comparison that fails")
 
 
-_HELLO = Hello(
+_HELLO = EngineHello(
     **dict.fromkeys(("engine", "model", "architecture", "dtype", "quantization", "device", "namespace"), ""),
     **dict.fromkeys(("weights_bytes", "num_parameters", "vocab_size", "max_model_len", "block_tokens"), 1),
     num_blocks=1,
@@ -166,16 +167,16 @@ def test_a_history_that_grows_begins_with_the_tokens_it_began_with(
     encoder = PromptEncoder(tokenizer, 100_000, 320)
     call = ToolCall("add", {"z": 1, "a": {"y": 2, "b": 3}}, "call-1")
 
-    def tokens_of(count: int) -> list[int]:
+    def tokens_until(count: int) -> list[int]:
         chat = [ChatMessage(role, text, tool_calls=[call] if role == "assistant" else []) for role, text in messages]
         prompt = ChatPrompt(chat[:count], {}, _TOOLS if has_tools else [])
         sent = decode_request(encode(Submit(1, "one", prompt, SamplingParams()))[LENGTH_BYTES:])
         assert isinstance(sent, Submit)
-        return _tokens(encoder, sent.prompt)
+        return tokens_of(encoder, sent.prompt)
 
     asks_for_answer = tokenizer.encode("<|role|>assistant\n", add_special_tokens=False)
-    found = [tokens_of(count + 1) for count in range(len(messages))]
-    assert found == [tokens_of(count + 1) for count in range(len(messages))]
+    found = [tokens_until(count + 1) for count in range(len(messages))]
+    assert found == [tokens_until(count + 1) for count in range(len(messages))]
     for shorter, longer in itertools.pairwise(found):
         history = shorter[: -len(asks_for_answer)]
         assert shorter[-len(asks_for_answer) :] == asks_for_answer
@@ -188,7 +189,7 @@ def test_tools_and_their_keys_stay_in_the_clients_order(tokenizer: Tokenizer) ->
     sent = decode_request(encode(Submit(1, "one", prompt, SamplingParams()))[LENGTH_BYTES:])
     assert isinstance(sent, Submit)
 
-    text = tokenizer.decode(_tokens(encoder, sent.prompt), skip_special_tokens=False)
+    text = tokenizer.decode(tokens_of(encoder, sent.prompt), skip_special_tokens=False)
 
     assert text.index('"zip"') < text.index('"add"')
     assert text.index('"b"') < text.index('"a"')

@@ -30,8 +30,8 @@ from kvtier.engine.process.messages import (
     AskMetrics,
     ChatMessage,
     ChatPrompt,
+    EngineHello,
     FromEngine,
-    Hello,
     Metrics,
     Prompt,
     Refused,
@@ -52,7 +52,7 @@ from kvtier.errors import EngineStopped, InvalidParameter, PromptTooLong
 from kvtier.models.prompt_encoder import EncodedChat, PromptEncoder
 from tests.support.waiting import LIMIT_S, wait_until
 
-_HELLO = Hello(
+_HELLO = EngineHello(
     engine="engine-0",
     model="tiny",
     architecture="LlamaForCausalLM",

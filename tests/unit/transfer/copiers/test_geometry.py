@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import ConfigError
-from kvtier.transfer.copiers.geometry import Geometry, PageOrder, Run
+from kvtier.transfer.copiers.geometry import ByteRun, Geometry, PageOrder
 from tests.support.examples import examples
 from tests.support.paged_kv import PagedKv
 from tests.support.pages import (
@@ -168,7 +168,7 @@ def test_numbers_that_lie_apart_are_no_run() -> None:
     layout = KvLayout(layers=1, kv_heads=2, head_dim=4, dtype="float32")
     tensor = torch.zeros(3, 2, 8, 16).transpose(2, 3)
 
-    assert Geometry([tensor], layout).runs(range(1)) == [Run(0, 0, 4)]
+    assert Geometry([tensor], layout).runs(range(1)) == [ByteRun(0, 0, 4)]
 
 
 @pytest.mark.parametrize("strides", STRIDES)

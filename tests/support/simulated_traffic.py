@@ -1,10 +1,9 @@
-"""Tiers below the simulated device: what `Traffic` does, without threads, when the test says so.
+"""What `Traffic` does, simulated: tiers without threads, which act when the test says so.
 
 A tier remembers the checksums of a block under its hash. A match, each unit of a load, each copy to the device and each
-store is an event that waits for `deliver`; chance decides between what the real thing may do. Everything fails at once
-that would be silent corruption on a real device: a write to a block that is held for a store, that another request
-has, or that a copy is on its way to; a read from such a block; an offer of other KV than its hash names; a lease that
-is given back twice or not at all.
+store is an event that waits for `deliver`; chance decides between what the real thing may do. What would be corruption
+fails at once: a load into a block that another request has; an offer of other KV than its hash names; a lease that is
+given back twice or not at all.
 """
 
 from __future__ import annotations
@@ -15,155 +14,19 @@ from dataclasses import dataclass
 from random import Random
 from typing import cast
 
-from kvtier.blocks.hashing import BlockHash, block_hashes
+from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
-from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.engine.schedule.request import Request, Status
-from kvtier.engine.schedule.scheduler import Scheduler
-from kvtier.engine.schedule.step import Step, StepRow
 from kvtier.memory.lease import Lease
 from kvtier.tiers.hierarchy import Ending
 from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.load import Load, LoadPlan, Order, Span
 from kvtier.transfer.matching import TierMatch
-from kvtier.transfer.traffic import Traffic
-from kvtier.transfer.transfer import Transfer
-from tests.support.engine_building import NAMESPACE, SimulatedDevice, SimulatedEngine, checksums
+from tests.support.tiered_device import NUM_LAYERS, BlockBook, SimulatedTransfer, Sums, TieredDevice
 
 HOST = "host"
 SERVER = "server"
 TIERS = (HOST, SERVER)
-_NUM_LAYERS = 2
-
-Sums = tuple[int, ...]
-"""The KV of one block, as the simulated device keeps it."""
-
-
-class BlockBook:
-    """What each block hash stands for."""
-
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
-        self._sums: dict[BlockHash, Sums] = {}
-
-    def note(self, tokens: Sequence[int]) -> list[BlockHash]:
-        size = self._block_tokens
-        sums = checksums(tokens)
-        hashes = block_hashes(NAMESPACE, tokens, size)
-        for position, block_hash in enumerate(hashes):
-            self._sums[block_hash] = tuple(sums[position * size : (position + 1) * size])
-        return hashes
-
-    def sums(self, block_hash: BlockHash, requests: Sequence[Request]) -> Sums:
-        if block_hash not in self._sums:
-            for request in requests:
-                self.note(request.tokens)
-        return self._sums[block_hash]
-
-
-class SimulatedTransfer:
-    """Blocks on their way to the device. They land when told, or before the first step that follows."""
-
-    def __init__(self, device: TieredDevice, block_ids: Sequence[int], blocks: Sequence[Sums]) -> None:
-        self.block_ids = list(block_ids)
-        self._device = device
-        self._blocks = blocks
-        self.has_landed = False
-        self.is_done = False
-
-    def wait(self) -> None:
-        raise AssertionError("the engine's thread never waits for a copy")
-
-    def precede(self, layer: int) -> None:
-        if layer == _NUM_LAYERS - 1:
-            self.land()
-
-    def land(self) -> None:
-        """All that was begun before it has landed then: copies to the device run one after the other."""
-        if self.has_landed:
-            return
-        if self._device.in_flight[0] is not self:
-            self._device.in_flight[self._device.in_flight.index(self) - 1].land()
-        self.has_landed = True
-        self._device.in_flight.remove(self)
-        for block_id, sums in zip(self.block_ids, self._blocks, strict=True):
-            assert block_id not in self._device.held, "a load writes to a block that is held for a store"
-            for offset, checksum in enumerate(sums):
-                self._device.kv[block_id, offset] = checksum
-
-    def finish(self) -> None:
-        self.land()
-        self.is_done = True
-
-
-class TieredDevice(SimulatedDevice):
-    """Like `SimulatedDevice`, with blocks that copies write or read during steps."""
-
-    def __init__(self, block_tokens: int, num_slots: int) -> None:
-        super().__init__(block_tokens, num_slots)
-        self.in_flight: list[SimulatedTransfer] = []
-        self.held: dict[int, int] = {}
-        """How many stores hold each block."""
-        self.num_steps = 0
-        self.last_uses: dict[int, int] = {}
-        """For each block the last step that read or wrote it."""
-
-    def block(self, block_id: int) -> tuple[int | None, ...]:
-        return tuple(self.kv.get((block_id, offset)) for offset in range(self.block_tokens))
-
-    def begin(self, block_ids: Sequence[int], blocks: Sequence[Sums]) -> SimulatedTransfer:
-        under_way = self.ids_in_flight()
-        for block_id in block_ids:
-            assert block_id not in under_way, "two loads write to one block"
-            assert block_id not in self.held, "a load writes to a block that is held for a store"
-            for offset in range(self.block_tokens):
-                self.kv.pop((block_id, offset), None)
-        transfer = SimulatedTransfer(self, block_ids, blocks)
-        self.in_flight.append(transfer)
-        return transfer
-
-    def ids_in_flight(self) -> set[int]:
-        return {block_id for transfer in self.in_flight for block_id in transfer.block_ids}
-
-    def hold(self, held: DeviceLease) -> None:
-        for block_id in held.ids:
-            self.held[block_id] = self.held.get(block_id, 0) + 1
-
-    def release(self, held: DeviceLease) -> None:
-        for block_id in held.ids:
-            self.held[block_id] -= 1
-            if not self.held[block_id]:
-                del self.held[block_id]
-
-    def run(self, step: Step, running: Sequence[Request]) -> list[tuple[StepRow, int]]:
-        self.num_steps += 1
-        for copy in step.copies:
-            self.last_uses[copy.source] = self.last_uses[copy.target] = self.num_steps
-        for row in step.rows:
-            used = row.request.blocks.ids[: self._num_blocks(row)]
-            self.last_uses.update(dict.fromkeys(used, self.num_steps))
-        return super().run(step, running)
-
-    def _copy(self, step: Step) -> None:
-        under_way = self.ids_in_flight()
-        for copy in step.copies:
-            assert copy.source not in under_way, "a copy reads a block that has not arrived"
-            assert copy.target not in under_way, "a copy writes where a load writes"
-            assert copy.target not in self.held, "a copy writes to a block that is held for a store"
-        super()._copy(step)
-        for transfer in step.arrivals:
-            for layer in range(_NUM_LAYERS):
-                transfer.precede(layer)
-
-    def _read(self, row: StepRow) -> list[int]:
-        under_way = self.ids_in_flight()
-        size = self.block_tokens
-        ids = row.request.blocks.ids
-        end = row.start + row.count
-        assert not under_way & set(ids[: -(-end // size)]), f"{row.request} reads or writes what has not arrived"
-        written = ids[row.start // size : -(-end // size)] if row.writes else []
-        assert not self.held.keys() & set(written), f"{row.request} writes to a block that is held for a store"
-        return super()._read(row)
 
 
 class _SimulatedLease:
@@ -446,7 +309,7 @@ class SimulatedTraffic:
     def abandon(self, load: Load) -> None:
         for transfer in load.abandon():
             if not transfer.is_done:
-                transfer.precede(_NUM_LAYERS - 1)
+                transfer.precede(NUM_LAYERS - 1)
 
     # --- storing ----------------------------------------
 
@@ -644,85 +507,3 @@ class SimulatedTraffic:
     def _return(self, offer: _Offer) -> None:
         self._device.release(offer.held)
         self._copied.append(offer.held)
-
-
-class TieredEngine(SimulatedEngine):
-    """A `SimulatedEngine` with tiers. Time stands still but for `now`."""
-
-    def __init__(
-        self,
-        manager: BlockManagerName = "prefix_caching",
-        *,
-        chance: Random | None = None,
-        num_blocks: int = 64,
-        block_tokens: int = 4,
-        chunk: int = 1 << 20,
-        num_steps_ahead: int = 0,
-        max_num_requests: int = 16,
-        piece_blocks: int = 256,
-    ) -> None:
-        super().__init__(
-            manager,
-            num_blocks=num_blocks,
-            block_tokens=block_tokens,
-            chunk=chunk,
-            num_steps_ahead=num_steps_ahead,
-            max_num_requests=max_num_requests,
-        )
-        self.now = 0.0
-        self._num_idle_steps = 0
-        self.tiered_device = self.device = TieredDevice(block_tokens, max_num_requests)
-        chance = Random(0) if chance is None else chance
-        self.traffic = SimulatedTraffic(self.tiered_device, self.requests, chance)
-        traffic = cast(Traffic, self.traffic)
-        self.transfer = Transfer(traffic, num_blocks, lambda: self.now, piece_blocks)
-        self.scheduler = Scheduler(
-            self.block_manager,
-            max_num_requests=max_num_requests,
-            max_num_batched_tokens=chunk,
-            transfer=self.transfer,
-        )
-
-    @property
-    def has_work(self) -> bool:
-        return super().has_work or self.traffic.has_events or self.traffic.has_stores
-
-    def held_ids(self) -> set[int]:
-        """Those too that yoco copies from once there is a step."""
-        return self.traffic.held_ids | {copy.source for copy in self.block_manager.take_copies()}
-
-    def check_nothing_to_do(self, step: Step) -> None:
-        """Some turns may pass until a request that gave way is asked for again, but not many.
-
-        Copies for a request that waits for room are made with the next step.
-        """
-        assert step.copies == self.block_manager.take_copies()
-        is_waiting = self._under_way or self.traffic.has_events or self.scheduler.has_unmatched
-        if is_waiting or not self.scheduler.has_requests:
-            self._num_idle_steps = 0
-        else:
-            self._num_idle_steps += 1
-            assert self._num_idle_steps < 4, "requests wait for nothing"
-
-    def run(self, max_steps: int = 3_000) -> None:
-        """Run until nothing is left to do; all pending work of the tiers is done before every step."""
-        for _ in range(max_steps):
-            if not self.has_work:
-                self.check_idle()
-                self.traffic.check_idle()
-                return
-            self.traffic.deliver_all()
-            self.now += 0.02
-            self.step()
-        raise AssertionError("the requests do not end")
-
-    def run_slowly(self, num_events: Callable[[], int], max_turns: int = 400) -> None:
-        """A few events before every step, then as `run`."""
-        for _ in range(max_turns):
-            if not self.has_work:
-                break
-            for _ in range(num_events()):
-                self.traffic.deliver()
-            self.now += 0.02
-            self.step()
-        self.run()
