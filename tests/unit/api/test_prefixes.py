@@ -244,6 +244,21 @@ def test_what_another_prefix_needs_stays_pinned_and_stays(server: Running, below
         assert below.client.stats()["pinned_bytes"] == 0
 
 
+def test_a_pin_that_the_cache_refuses_leaves_the_pin_of_a_prefix_with_the_same_beginning(tmp_path: Path) -> None:
+    with (
+        storing_engine(tmp_path, memory=1 << 20) as below,
+        running("openai", below.config()) as server,
+        http_client(server) as client,
+    ):
+        warm(client, pin=True)
+        warm(client, name="longer", documents=[DOCUMENT] * 3)
+        refused = client.post(f"{PREFIXES}/longer/pin")
+        left = {one["name"]: one["pinned_blocks"] for one in client.get(PREFIXES).json()["prefixes"]}
+    assert refused.status_code == 409
+    assert "may be pinned" in refused.text
+    assert (left["handbook"], left["longer"]) == (50, 50)
+
+
 def test_names_outlive_the_server(below: StoringEngine) -> None:
     with running("openai", below.config()) as server, http_client(server) as client:
         warm(client, pin=True)

@@ -22,6 +22,7 @@ import msgspec
 from kvtier.api.prefixes.record import PrefixContent, PrefixRecord
 from kvtier.errors import ConfigError
 from kvtier.memory.aead import TAG_BYTES, Aead, InvalidTag
+from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.cipher import read_key
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class PrefixBook:
         self._seal = _Seal(None if key_file is None else read_key(key_file))
         self._records: dict[str, PrefixRecord] = {}
         self._contents: OrderedDict[str, PrefixContent] = OrderedDict()
+        self._warnings = LogLimit(logger)
         self._memory = threading.Lock()
         """Protects the records and the contents; never held while a file is read or written."""
         self._files = threading.Lock()
@@ -93,8 +95,8 @@ class PrefixBook:
             if found is not None:
                 self._contents.move_to_end(record.file)
         if found is None and self._folder is not None:
-            found = self._read_content(self._folder / f"{record.file}.prefix", record.file)
-            if found is not None:
+            found = self._read_content(self._folder / f"{record.file}.prefix", record)
+            if found is not None and self._is_known(record):
                 self._keep(record.file, found)
         return found
 
@@ -118,14 +120,18 @@ class PrefixBook:
                     self._contents[record.file] = content
             else:
                 self._write(f"{record.file}.prefix", self._seal.close(encoded, record.file))
-            self._change(record, gone=None)
+            try:
+                self._change(record, gone=None)
+            except ConfigError:
+                self._forget(record)
+                raise
             if before is not None and before.file != record.file:
                 self._forget(before)
 
     def change(self, record: PrefixRecord, **changes: object) -> PrefixRecord:
         """Change fields of a prefix's record. Raises `ConfigError` if the prefix is gone or cannot be written."""
         with self._files:
-            changed = msgspec.structs.replace(self._current(record), **changes)
+            changed = msgspec.structs.replace(self.current(record), **changes)
             self._change(changed, gone=None)
             return changed
 
@@ -142,7 +148,7 @@ class PrefixBook:
     def rename(self, record: PrefixRecord, to: str) -> PrefixRecord:
         """Raises `ConfigError` if the new name is taken, or if the prefix is gone."""
         with self._files:
-            now = self._current(record)
+            now = self.current(record)
             if to == now.name:
                 return now
             if self.get(to) is not None:
@@ -154,8 +160,12 @@ class PrefixBook:
     def remove(self, record: PrefixRecord) -> None:
         """Remove this very prefix, even if it was renamed. Raises `ConfigError` if it is already gone."""
         with self._files:
-            now = self._current(record)
-            self._change(None, gone=now.name)
+            now = self.current(record)
+            try:
+                self._change(None, gone=now.name)
+            except ConfigError:  # on a full disk, its content makes room for the names
+                self._forget(now)
+                self._change(None, gone=now.name)
             self._forget(now)
 
     def save(self) -> None:
@@ -163,8 +173,11 @@ class PrefixBook:
         with self._files:
             self._change(None, gone=None)
 
-    def _current(self, record: PrefixRecord) -> PrefixRecord:
-        """The current record, found by its file: another prefix may have the name by now."""
+    def current(self, record: PrefixRecord) -> PrefixRecord:
+        """The current record, found by its file: another prefix may have the name by now.
+
+        Raises `ConfigError` if the prefix is gone.
+        """
         with self._memory:
             found = next((one for one in self._records.values() if one.file == record.file), None)
         if found is None:
@@ -193,6 +206,10 @@ class PrefixBook:
             with contextlib.suppress(OSError):
                 (self._folder / f"{record.file}.prefix").unlink()
 
+    def _is_known(self, record: PrefixRecord) -> bool:
+        with self._memory:
+            return any(one.file == record.file for one in self._records.values())
+
     def _keep(self, file: str, content: PrefixContent) -> None:
         with self._memory:
             self._contents[file] = content
@@ -218,6 +235,8 @@ class PrefixBook:
                 os.fsync(file.fileno())
             os.replace(beside, self._folder / name)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                beside.unlink()
             raise ConfigError(f"the prefixes in {self._folder} cannot be written: {error.strerror}") from error
 
     def _read_names(self, folder: Path) -> list[PrefixRecord] | None:
@@ -254,13 +273,17 @@ class PrefixBook:
             raise _Unreadable("the file has another version, or is too large")
         return names
 
-    def _read_content(self, path: Path, about: str) -> PrefixContent | None:
+    def _read_content(self, path: Path, record: PrefixRecord) -> PrefixContent | None:
         try:
             with path.open("rb") as file:
                 data = file.read(_MAX_CONTENT_BYTES)
-            return msgspec.msgpack.decode(self._seal.open(data, about), type=PrefixContent)
+            return msgspec.msgpack.decode(self._seal.open(data, record.file), type=PrefixContent)
         except (OSError, msgspec.MsgspecError, ValueError, RecursionError, InvalidTag) as error:
-            logger.warning("the prefix in %s cannot be read: %s", path.name, str(error))
+            if self._is_known(record):  # else it was dropped meanwhile
+                reason = str(error) or "the file is damaged, or was encrypted with another key"
+                self._warnings.warning(
+                    record.file, "the text of the prefix %s in %s cannot be read: %s", record.name, path.name, reason
+                )
             return None
 
     def _remove_strays(self, folder: Path) -> None:

@@ -112,16 +112,19 @@ class PrefixCache:
         return Room("memory", _whole(stats, "free_bytes"), memory - _whole(stats, "pinned_bytes"), pinnable)
 
     def pin(self, namespace: Namespace, hashes: Sequence[BlockHash], *, keep: bool) -> int:
-        """Pin or unpin blocks. Raises `TierRefused` if not all may be pinned; then none is."""
+        """Pin or unpin blocks. Raises `TierRefused` if not all may be pinned; then all are pinned or not as before."""
         if not keep:
             with contextlib.suppress(NothingCached), self._opened(namespace) as client:
                 return client.unpin(hashes)
             return 0
         with self._opened(namespace) as client:
+            before = client.presence(namespace, hashes)
             try:
                 return client.pin(hashes)
             except TierRefused:
-                client.unpin(hashes)
+                fresh = [one for one, flags in zip(hashes, before, strict=True) if not flags & LISTED_PINNED]
+                if fresh:
+                    client.unpin(fresh)
                 raise
 
     def drop(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> int:

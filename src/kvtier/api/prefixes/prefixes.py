@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
@@ -68,7 +68,7 @@ class Prefixes:
         self._changing = asyncio.Lock()
         """Held for each change of a name and its pins, which waits for a cache server in between."""
         self._placed: dict[str, tuple[float, Placed]] = {}
-        self._listed: tuple[float, list[tuple[str, KnownNamespace]]] = (0.0, [])
+        self._listed: tuple[float, list[tuple[str, KnownNamespace]]] = (float("-inf"), [])
         self._is_noted = False
         self._warnings = LogLimit(logger)
         self._saved_at = clock()
@@ -94,7 +94,8 @@ class Prefixes:
 
         Keys that read data about all keys list the prefixes of all keys, too, but use only their own.
         """
-        found = [record for record in self._book if tenant.reads_metrics or self._may_see(record, tenant)]
+        known = [record for record in self._book if not self._is_expired(record)]
+        found = [record for record in known if tenant.reads_metrics or self._may_see(record, tenant)]
         placed = await self._place(found[:limit])
         shown = [prefix_of(record, placed.get(record.file)) for record in found[:limit]]
         if not tenant.is_admin:
@@ -117,9 +118,9 @@ class Prefixes:
         ]
 
     def find(self, name: str, tenant: ApiTenant) -> PrefixRecord:
-        """Raises `HttpError` for a prefix that does not exist, or is hidden from this tenant."""
+        """Raises `HttpError` for a prefix that does not exist, has expired, or is hidden from this tenant."""
         record = self._book.get(name)
-        if record is None or not self._may_see(record, tenant):
+        if record is None or self._is_expired(record) or not self._may_see(record, tenant):
             raise HttpError(404, f"there is no prefix called {name[:128]!r} here", "prefix_not_found", "prefix")
         return record
 
@@ -150,26 +151,34 @@ class Prefixes:
     async def pin(self, record: PrefixRecord, *, keep: bool) -> Prefix:
         """Pin or unpin the prefix. Raises `HttpError` with the cache's own sentence if it refuses."""
         async with self._changing:
+            record = await self._current(record)
             cache, hashes = self.cache_of(record), (await self.content(record)).hashes
             if not keep:
-                hashes = await self._own(record, hashes, among=[one for one in self._book if one.is_pinned])
-            if hashes:
-                await self._ask(lambda: cache.pin(record.namespace_bytes, hashes, keep=keep))
-            self._placed.clear()
-            changed = await self._in_book(lambda: self._book.change(record, is_pinned=keep))
+                hashes = await self._own(record, hashes, among=self._pinned())
+            try:
+                if hashes:
+                    await self._ask(lambda: cache.pin(record.namespace_bytes, hashes, keep=keep))
+                changed = await self._in_book(lambda: self._book.change(record, is_pinned=keep))
+            finally:
+                self._forget_places()
         return await self.shown(changed)
 
     async def drop(self, record: PrefixRecord) -> int:
-        """Drop the name and its blocks, except for those that other prefixes share. Returns how many were dropped."""
+        """Drop the name with its pin, and its blocks, except for those that other prefixes share.
+
+        Returns how many blocks were dropped.
+        """
         async with self._changing:
+            record = await self._current(record)
             cache = self._caches.get(record.model)
             content = await self._in_book(lambda: self._book.content(record))
             count = 0
-            if cache is not None and content is not None:
-                hashes = await self._own(record, content.hashes, among=list(self._book))
-                count = await self._ask(lambda: cache.drop(record.namespace_bytes, hashes)) if hashes else 0
-            self._placed.clear()
-            await self._in_book(lambda: self._book.remove(record))
+            try:
+                if cache is not None and content is not None:
+                    count = await self._drop_blocks(cache, record, content.hashes)
+                await self._in_book(lambda: self._book.remove(record))
+            finally:
+                self._forget_places()
         return count
 
     async def rename(self, record: PrefixRecord, name: str) -> Prefix:
@@ -179,17 +188,11 @@ class Prefixes:
         return await self.shown(renamed)
 
     async def add(self, record: PrefixRecord, content: PrefixContent) -> Prefix:
-        """Add a prefix whose blocks are already in the cache, such as after an import."""
-        async with self._changing:
-            before = self._book.get(record.name)
-            if before is not None:
-                with contextlib.suppress(KvtierError, HttpError):
-                    await self._unpin(before)
-            if record.is_pinned:
-                cache = self.cache_of(record)
-                await self._ask(lambda: cache.pin(record.namespace_bytes, content.hashes, keep=True))
-            await self._in_book(lambda: self._book.add(record, content))
-            self._placed.clear()
+        """Add a prefix whose blocks are already in the cache, such as after an import.
+
+        If that fails, the pins are as before. It is completed even if the caller is cancelled.
+        """
+        await _completed(self._add(record, content))
         return await self.shown(record)
 
     async def end_expired(self) -> None:
@@ -296,6 +299,57 @@ class Prefixes:
                     found |= await self._ask_for_places(cache, some[first : first + _PLACED_AT_ONCE])
         return found
 
+    async def _add(self, record: PrefixRecord, content: PrefixContent) -> None:
+        async with self._changing:
+            before = self._book.get(record.name)
+            if before is not None:
+                with contextlib.suppress(KvtierError, HttpError):
+                    await self._unpin(before)
+            try:
+                if record.is_pinned:
+                    cache = self.cache_of(record)
+                    await self._ask(lambda: cache.pin(record.namespace_bytes, content.hashes, keep=True))
+                await self._in_book(lambda: self._book.add(record, content))
+            except HttpError:
+                await self._restore_pins(record, content, before)
+                raise
+            finally:
+                self._forget_places()
+
+    async def _restore_pins(self, record: PrefixRecord, content: PrefixContent, before: PrefixRecord | None) -> None:
+        """Unpin the blocks of `record`, which could not be added, and pin those of `before`, which it would replace."""
+        with contextlib.suppress(KvtierError, HttpError):
+            await self._unpin(record, content)
+        if before is None or not before.is_pinned:
+            return
+        with contextlib.suppress(KvtierError, HttpError):
+            cache, hashes = self.cache_of(before), (await self.content(before)).hashes
+            await self._ask(lambda: cache.pin(before.namespace_bytes, hashes, keep=True))
+
+    async def _drop_blocks(self, cache: PrefixCache, record: PrefixRecord, hashes: list[BlockHash]) -> int:
+        """Drop the blocks that no other prefix has, and unpin those that no other pinned one has."""
+        own = await self._own(record, hashes, among=list(self._book))
+        pinned = await self._own(record, hashes, among=self._pinned()) if record.is_pinned else []
+
+        def drop() -> int:
+            if pinned:
+                cache.pin(record.namespace_bytes, pinned, keep=False)
+            return cache.drop(record.namespace_bytes, own) if own else 0
+
+        return await self._ask(drop)
+
+    async def _current(self, record: PrefixRecord) -> PrefixRecord:
+        """The record as it is now. Raises `HttpError` if the prefix was dropped while a change of it waited."""
+        return await self._in_book(lambda: self._book.current(record))
+
+    def _forget_places(self) -> None:
+        """Have the next listing ask the caches, as something has changed; answers on their way count as older."""
+        self._placed = {}
+        self._listed = (float("-inf"), [])
+
+    def _pinned(self) -> list[PrefixRecord]:
+        return [record for record in self._book if record.is_pinned]
+
     async def _ask_for_places(self, cache: PrefixCache, records: Sequence[PrefixRecord]) -> dict[str, Placed]:
         """Raises `KvtierError` if the cache does not answer."""
 
@@ -307,17 +361,18 @@ class Prefixes:
                 if content is not None
             ]
 
+        known = self._placed
         asked = await self._in_book(hashes)
         placed = await self._in_thread(lambda: cache.places([(namespace, own) for _, namespace, own in asked]))
         found = {file: one for (file, _, _), one in zip(asked, placed, strict=True)}
-        if len(self._placed) > 2 * len(self._book):
-            self._placed.clear()
-        self._placed |= {file: (time.monotonic(), one) for file, one in found.items()}
+        if len(known) > 2 * len(self._book):
+            known.clear()
+        known |= {file: (time.monotonic(), one) for file, one in found.items()}
         return found
 
     async def _namespaces(self) -> list[tuple[str, KnownNamespace]]:
         """The namespaces in the models' caches, each with the model that uses it now, or its own name."""
-        asked_at, found = self._listed
+        before = asked_at, found = self._listed
         if time.monotonic() - asked_at < _LISTED_S:
             return found
         used = {model.hello.namespace: model.name for model in self._engines.models if model.hello is not None}
@@ -326,18 +381,19 @@ class Prefixes:
             with contextlib.suppress(KvtierError):
                 known = await self._in_thread(cache.namespaces)
                 found += [(used.get(one.digest, one.name), one) for one in known if one.blocks or one.disk_blocks]
-        self._listed = (time.monotonic(), found)
+        if self._listed is before:
+            self._listed = (time.monotonic(), found)
         return found
 
-    async def _unpin(self, record: PrefixRecord) -> None:
+    async def _unpin(self, record: PrefixRecord, content: PrefixContent | None = None) -> None:
         """Unpin the prefix's blocks. Raises `KvtierError` while the cache does not answer."""
         cache = self._caches.get(record.model)
         if not record.is_pinned or cache is None:
             return
-        content = await self._in_book(lambda: self._book.content(record))
+        content = content or await self._in_book(lambda: self._book.content(record))
         if content is None:
             return
-        hashes = await self._own(record, content.hashes, among=[one for one in self._book if one.is_pinned])
+        hashes = await self._own(record, content.hashes, among=self._pinned())
         if hashes:
             with contextlib.suppress(TierRefused):  # the cache no longer has these blocks
                 await self._in_thread(lambda: cache.pin(record.namespace_bytes, hashes, keep=False))
@@ -375,6 +431,7 @@ class Prefixes:
                 return  # it was dropped, or warmed again
             await self._unpin(record)
             await self._in_book(lambda: self._book.remove(record))
+            self._forget_places()
         logger.info("the prefix %s has expired", name)
 
     async def _save_notes(self) -> None:
@@ -399,6 +456,16 @@ class Prefixes:
             return await asyncio.get_running_loop().run_in_executor(self._readers, work)
         except ConfigError as error:
             raise HttpError(409, str(error), "prefix_refused") from error
+
+
+async def _completed(change: Coroutine[None, None, None]) -> None:
+    """Await a change that must not stop halfway: if the caller is cancelled, it is completed first."""
+    task = asyncio.ensure_future(change)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 def _num_same(ours: Sequence[BlockHash], theirs: Sequence[BlockHash]) -> int:

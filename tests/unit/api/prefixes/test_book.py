@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import secrets
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -77,6 +81,49 @@ def test_a_book_without_a_folder_is_in_memory() -> None:
     assert book.content(record) == content_of()
     book.remove(record)
     assert len(book) == 0
+
+
+@pytest.mark.parametrize("failing", ["names.json", "texts"])
+def test_a_prefix_that_cannot_be_written_leaves_no_file(
+    tmp_path: Path, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = PrefixBook(tmp_path)
+    book.add(record_of("one"), content_of("1"))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with a_full_disk(monkeypatch, lambda name: name.startswith("names") == (failing == "names.json")):
+        for _ in range(3):
+            with pytest.raises(ConfigError, match="No space left on device"):
+                book.add(record_of("two"), content_of("2"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert [record.name for record in book] == ["one"]
+    book.add(record_of("two"), content_of("2"))
+
+
+def test_a_prefix_can_be_dropped_on_a_disk_without_room_for_the_new_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = PrefixBook(tmp_path)
+    record = record_of("one")
+    book.add(record, content_of("1"))
+    with a_full_disk(monkeypatch, lambda name: any(tmp_path.glob("*.prefix"))):
+        book.remove(record)
+    assert list(PrefixBook(tmp_path)) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["names.json"]
+
+
+@contextlib.contextmanager
+def a_full_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[str], bool]) -> Iterator[None]:
+    """While a file is written and `is_full` of its name, there is no room for it once it is open."""
+    sync = os.fsync
+
+    def refuse(fd: int) -> None:
+        if is_full(Path(os.readlink(f"/proc/self/fd/{fd}")).name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", refuse)
+        yield
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"version":2,"prefixes":[]}', b"[" * 100_000, b"\0" * 100])

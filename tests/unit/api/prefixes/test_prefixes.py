@@ -16,9 +16,10 @@ from kvtier.api.http_error import HttpError
 from kvtier.api.prefixes.book import PrefixBook
 from kvtier.api.prefixes.cache import Placed, PrefixCache
 from kvtier.api.prefixes.prefixes import Prefixes
-from kvtier.api.prefixes.record import PrefixRecord
+from kvtier.api.prefixes.record import PrefixContent, PrefixRecord
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
+from kvtier.client.known_namespace import KnownNamespace
 from kvtier.errors import KvtierError, RemoteProtocolError, TierRefused, TierUnavailable
 from tests.unit.api.prefixes.test_book import content_of, record_of
 
@@ -29,9 +30,13 @@ class FakeCache(PrefixCache):
     def __init__(self) -> None:
         super().__init__(CacheAddress(address="unix:/none"))
         self.pinned: set[BlockHash] = set()
+        self.dropped: list[BlockHash] = []
         self.error: KvtierError | None = None
         self.on_drop: Callable[[], None] = lambda: None
         self.num_asked: list[int] = []
+
+    def namespaces(self) -> list[KnownNamespace]:
+        return []
 
     def places(self, prefixes: Sequence[tuple[Namespace, Sequence[BlockHash]]]) -> list[Placed]:
         self.num_asked.append(len(prefixes))
@@ -52,6 +57,8 @@ class FakeCache(PrefixCache):
 
     def drop(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> int:
         self.on_drop()
+        self.pinned -= set(hashes)
+        self.dropped += hashes
         return len(hashes)
 
 
@@ -175,6 +182,138 @@ def test_what_one_of_two_prefixes_has_alone_is_unpinned_with_it(tmp_path: Path) 
     with_prefixes(tmp_path, act)
 
 
+def test_a_dropped_prefix_takes_its_pin_with_it_though_another_name_has_its_blocks(tmp_path: Path) -> None:
+    async def act(kept: Kept) -> None:
+        pinned = await kept.add("pinned", is_pinned=True)
+        await kept.add("plain")
+        assert await kept.prefixes.drop(pinned) == 0
+        assert not kept.cache.pinned
+        assert not kept.cache.dropped
+
+    with_prefixes(tmp_path, act)
+
+
+def test_a_dropped_prefix_leaves_the_pin_of_another_with_its_blocks(tmp_path: Path) -> None:
+    async def act(kept: Kept) -> None:
+        one = await kept.add("one", is_pinned=True)
+        await kept.add("two", is_pinned=True)
+        assert await kept.prefixes.drop(one) == 0
+        assert kept.cache.pinned
+
+    with_prefixes(tmp_path, act)
+
+
+def test_a_prefix_that_cannot_be_written_leaves_no_pin(tmp_path: Path) -> None:
+    async def act(kept: Kept) -> None:
+        kept.book.max_all_bytes = 1
+        with pytest.raises(HttpError, match="too large"):
+            await kept.add("handbook", is_pinned=True)
+        assert not kept.cache.pinned
+
+    with_prefixes(tmp_path, act)
+
+
+def test_a_prefix_that_cannot_be_replaced_keeps_its_pin(tmp_path: Path) -> None:
+    async def act(kept: Kept) -> None:
+        before = await kept.add("handbook", is_pinned=True)
+        pinned = set(kept.cache.pinned)
+        kept.book.max_all_bytes = 1
+        with pytest.raises(HttpError, match="too large"):
+            await kept.prefixes.add(
+                record_of("handbook", is_pinned=True, first="ef" * 32), PrefixContent(b"\2" * 64, None)
+            )
+        assert list(kept.book) == [before]
+        assert kept.cache.pinned == pinned
+
+    with_prefixes(tmp_path, act)
+
+
+def test_a_client_that_leaves_while_its_prefix_is_pinned_leaves_no_pin_without_a_name(tmp_path: Path) -> None:
+    async def act(kept: Kept) -> None:
+        is_pinning, may_go_on = threading.Event(), threading.Event()
+        pin = kept.cache.pin
+
+        def slowly(namespace: Namespace, hashes: Sequence[BlockHash], *, keep: bool) -> int:
+            is_pinning.set()
+            may_go_on.wait()
+            return pin(namespace, hashes, keep=keep)
+
+        kept.cache.pin = slowly  # type: ignore[method-assign]
+        adding = asyncio.create_task(kept.add("handbook", is_pinned=True))
+        await asyncio.to_thread(is_pinning.wait)
+        adding.cancel()
+        await asyncio.sleep(0)
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+        assert kept.cache.pinned
+        assert kept.names() == ["handbook"]
+
+    with_prefixes(tmp_path, act)
+
+
+def test_an_expired_prefix_is_gone_at_once(tmp_path: Path) -> None:
+    admin = Access([]).tenant_named("")
+    assert admin is not None
+
+    async def act(kept: Kept) -> None:
+        await kept.add("short", expires_at=1010.0)
+        assert kept.prefixes.find("short", admin).name == "short"
+        kept.clock.now = 1010.0
+        with pytest.raises(HttpError, match="there is no prefix called 'short'"):
+            kept.prefixes.find("short", admin)
+        assert (await kept.prefixes.listed(admin, 10))[0] == []
+
+    with_prefixes(tmp_path, act)
+
+
+def test_a_change_of_a_prefix_that_was_dropped_meanwhile_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(kept: Kept) -> None:
+        record = await kept.add("handbook")
+        found = await asyncio.gather(
+            kept.prefixes.drop(record), kept.prefixes.pin(record, keep=True), return_exceptions=True
+        )
+        assert found[0] == 2
+        assert "the prefix handbook has been dropped" in str(found[1])
+        assert not kept.cache.pinned
+
+    with_prefixes(tmp_path, act)
+    assert not caplog.records
+
+
+def test_a_listing_after_a_change_has_the_change(tmp_path: Path) -> None:
+    admin = Access([]).tenant_named("")
+    assert admin is not None
+
+    async def act(kept: Kept) -> None:
+        await kept.add("handbook")
+        is_asked, may_go_on = threading.Event(), threading.Event()
+        places = kept.cache.places
+
+        def slowly(prefixes: Sequence[tuple[Namespace, Sequence[BlockHash]]]) -> list[Placed]:
+            found = places(prefixes)
+            is_asked.set()
+            may_go_on.wait()
+            return found
+
+        kept.cache.places = slowly  # type: ignore[method-assign]
+        kept.prefixes._forget_places()
+        listing = asyncio.create_task(kept.prefixes.listed(admin, 10))
+        await asyncio.to_thread(is_asked.wait)
+        record = kept.prefixes.find("handbook", admin)
+        pinning = asyncio.create_task(kept.prefixes.pin(record, keep=True))
+        while not kept.cache.pinned or not next(iter(kept.book)).is_pinned:
+            await asyncio.sleep(0.001)
+        may_go_on.set()
+        await listing
+        assert (await pinning).is_pinned
+        assert (await kept.prefixes.listed(admin, 10))[0][0].is_pinned
+
+    with_prefixes(tmp_path, act)
+
+
 def test_many_prefixes_are_listed_with_a_few_questions_to_the_cache(tmp_path: Path) -> None:
     admin = Access([]).tenant_named("")
     assert admin is not None
@@ -198,7 +337,7 @@ def test_prefixes_of_a_cache_that_is_away_are_listed_after_one_question(tmp_path
     async def act(kept: Kept) -> None:
         for number in range(100):
             await kept.add(f"prefix-{number:03d}", first=f"{number:02x}" * 32)
-        kept.prefixes._placed.clear()
+        kept.prefixes._forget_places()
         kept.cache.num_asked.clear()
         kept.cache.error = TierUnavailable("it is away")
         listed, _ = await kept.prefixes.listed(admin, 90)
