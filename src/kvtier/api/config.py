@@ -59,10 +59,13 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine's process, and the Unix socket that it listens on."""
+    """An engine's process, and the Unix socket that it listens on. vLLM's may report prompts in its cache on another,
+    `prompts`.
+    """
 
     name: str
     socket: str
+    prompts: str = ""
 
 
 class CacheAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

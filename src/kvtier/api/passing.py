@@ -86,6 +86,7 @@ async def upstream_answer(
         headers=[*headers, (b"x-request-id", own_id.encode())],
         body=passed.sent,
         keys=passes.keys,
+        prompt_id=own_id,
     )
     with service.place(tenant, passes.num_answers, sum(map(len, passed.sent))):
         started_at = time.monotonic()

@@ -150,7 +150,7 @@ def make_service(
 
 
 def _vllm_model(config: ServedModelConfig, patience: ProbeTimes, metrics: ApiMetrics) -> VllmModel:
-    engines = [VllmEngine(engine.name, engine.socket, patience) for engine in config.engines]
+    engines = [VllmEngine(engine.name, engine.socket, patience, engine.prompts) for engine in config.engines]
     model = VllmModel(config.names, engines, metrics, config.listed)
     for engine in engines:
         engine.note_up = model.note_up

@@ -20,6 +20,7 @@ from tests.compat.vllm.engines import engine, model_folder
         ({"server": ""}, "server"),
         ({"server": "http://localhost"}, "http"),
         ({"server": "unix:/tmp/x", "sever": "unix:/tmp/x"}, "sever"),
+        ({"server": "unix:/tmp/x", "prompt_events": "tcp://127.0.0.1:1"}, "prompt_events: it must be unix:/path"),
         ({"server": "unix:/tmp/x", "timeout_s": "soon"}, "timeout_s"),
         ({"server": "unix:/tmp/x", "timeout_s": 0}, "timeout_s"),
         ({"server": "unix:/tmp/x", "timeout_s": -1.0}, "timeout_s"),

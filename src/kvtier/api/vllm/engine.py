@@ -41,9 +41,13 @@ class VllmEngine:
     connects, or answers again.
     """
 
-    def __init__(self, name: str, socket_path: str, patience: ProbeTimes = DEFAULT_PATIENCE) -> None:
+    def __init__(
+        self, name: str, socket_path: str, patience: ProbeTimes = DEFAULT_PATIENCE, prompts_path: str = ""
+    ) -> None:
+        """It reports prompts in its cache on `prompts_path`, if there is one."""
         self.name = name
         self.socket_path = socket_path
+        self.prompts_path = prompts_path
         self.hello: VllmHello | None = None
         self.is_hung = False
         self.num_requests = 0

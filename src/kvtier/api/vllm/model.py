@@ -1,6 +1,6 @@
 """A model that vLLM runs: which of its engines gets a request, and what happens when that engine dies.
 
-The engine that has seen the longest beginning of a prompt gets the request, unless it is much busier than the least
+The engine that has the longest beginning of a prompt gets the request, unless it is much busier than the least
 busy one. If an engine dies before its answer has begun, the request goes to another engine, or waits until one starts.
 An answer that has begun is not continued elsewhere: two engines do not compute the same bits, so a client could get
 two halves of different answers.
@@ -18,6 +18,7 @@ from kvtier.api.limits import FIRST_BYTE_S, HELD_ANSWER_BYTES, HOLD_S, MAX_LOST_
 from kvtier.api.vllm.engine import VllmEngine, VllmHello
 from kvtier.api.vllm.exchange import Exchange, ExchangeError, Headers
 from kvtier.api.vllm.prefix_keys import PrefixKey
+from kvtier.api.vllm.prompt_feed import PromptFeed
 from kvtier.api.vllm.seen_prefixes import SeenPrefixes
 from kvtier.errors import AnswerFailed, EngineAway
 from kvtier.observe.metrics import ApiMetrics
@@ -31,13 +32,15 @@ _ERROR_EVENT = (b'data: {"error"', b'data:{"error"', b"event: error")
 
 @dataclass(frozen=True, slots=True)
 class UpstreamRequest:
-    """A request to send to an engine unchanged. `keys` are the prefix keys of its prompt."""
+    """A request to send to an engine unchanged. `keys` are the prefix keys of its prompt, which the engine reports by
+    `prompt_id`."""
 
     target: str
     headers: Headers
     body: Sequence[bytes]
     keys: Sequence[PrefixKey] = ()
     method: str = "POST"
+    prompt_id: str = ""
 
 
 class UpstreamAnswer:
@@ -96,7 +99,12 @@ class VllmModel:
         self.names = names
         self.listed_names = listed or names
         self.engines = engines
-        self._record = SeenPrefixes()
+        self._records = {engine.name: SeenPrefixes() for engine in engines}
+        self._feeds = [
+            PromptFeed(engine.name, engine.prompts_path, self._records[engine.name])
+            for engine in engines
+            if engine.prompts_path
+        ]
         self._metrics = metrics
         self._engine_up = asyncio.Event()
         self._starts: dict[str, int] = {}
@@ -115,11 +123,23 @@ class VllmModel:
     def max_model_len(self) -> int | None:
         return None if self.hello is None else self.hello.max_model_len
 
+    def start(self) -> None:
+        for engine in self.engines:
+            engine.start()
+        for feed in self._feeds:
+            feed.start()
+
+    async def close(self) -> None:
+        for feed in self._feeds:
+            await feed.close()
+        for engine in self.engines:
+            await engine.close()
+
     def note_up(self, engine: VllmEngine) -> None:
         """An engine has connected, or answers again. If its process is new, its cached prefixes are forgotten."""
         if self._starts.get(engine.name) != engine.num_starts:
             self._starts[engine.name] = engine.num_starts
-            self._record.forget(engine.name)
+            self._records[engine.name].clear()
             self._metrics.engine_starts.labels(engine=engine.name).inc()
         self._engine_up.set()
         self._engine_up = asyncio.Event()
@@ -129,7 +149,7 @@ class VllmModel:
         deadline = asyncio.get_running_loop().time() + self.hold_s
         num_lost = 0
         while True:
-            engine = self._pick(request.keys)
+            engine = self._pick(request)
             if engine is None:
                 await self._wait_for_engine(deadline)
                 continue
@@ -146,17 +166,17 @@ class VllmModel:
                     raise EngineAway(f"the model {self.name} does not answer") from error
                 self._metrics.retried_requests.labels(model=self.name).inc()
 
-    def _pick(self, keys: Sequence[PrefixKey]) -> VllmEngine | None:
+    def _pick(self, request: UpstreamRequest) -> VllmEngine | None:
         up = [engine for engine in self.engines if engine.is_up]
         if not up:
             return None
         limit = min(engine.num_requests for engine in up) + _AFFINITY_SLACK
         candidates = [engine for engine in up if engine.num_requests <= limit]
-        found = {engine.name: self._record.match(engine.name, keys) for engine in candidates}
+        found = {engine.name: self._records[engine.name].match(request.keys) for engine in candidates}
         best = min(candidates, key=lambda engine: (-found[engine.name], engine.num_requests, engine.num_asked))
         by = "prefix" if found[best.name] else "load"
         self._metrics.routed_requests.labels(model=self.name, by=by).inc()
-        self._record.note(best.name, keys)
+        self._records[best.name].note(request.keys, request.prompt_id)
         return best
 
     async def _wait_for_engine(self, deadline: float) -> None:
@@ -259,12 +279,12 @@ class VllmModels:
         return [engine for model in self.models for engine in model.engines]
 
     def start(self) -> None:
-        for engine in self.engines:
-            engine.start()
+        for model in self.models:
+            model.start()
 
     async def close(self) -> None:
-        for engine in self.engines:
-            await engine.close()
+        for model in self.models:
+            await model.close()
 
     def cut_off(self, sentence: str) -> None:
         for model in self.models:

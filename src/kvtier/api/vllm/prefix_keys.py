@@ -37,6 +37,18 @@ def prefix_keys(fields: Mapping[str, msgspec.Raw], salt: str) -> list[PrefixKey]
     return []
 
 
+def num_keys_within(num_keys: int, share: float) -> int:
+    """About how many of a prompt's keys are for beginnings within this share of it, rounded down."""
+    num_fine = _FINE_UP_TO // _FINE_BYTES
+    fine, coarse = min(num_keys, num_fine), max(0, num_keys - num_fine)
+    if share >= 1:
+        return num_keys
+    num_bytes = int(share * (fine * _FINE_BYTES + coarse * _COARSE_BYTES))
+    if num_bytes <= _FINE_UP_TO:
+        return min(num_keys, num_bytes // _FINE_BYTES)
+    return min(num_keys, num_fine + (num_bytes - _FINE_UP_TO) // _COARSE_BYTES)
+
+
 def _parts(name: str, raw: bytes) -> Sequence[bytes]:
     """The prompt's messages one by one, since the next turn adds others after them; else the prompt without its end."""
     if name != "prompt" and raw[:1] == b"[":

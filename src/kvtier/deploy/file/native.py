@@ -82,6 +82,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """With `engine: vllm`, more arguments of its command line, such as `[--tensor-parallel-size, 2]`."""
     vllm_python: Path | None = None
     """With `engine: vllm`, the Python that has it (`/opt/vllm/bin/python`); by default kvtier's own."""
+    prompt_events: bool = True
+    """With `engine: vllm`, several engines and a cache: each reports which prompts its own cache has, for routing."""
     engines: int | None = None
     """How many processes run this model; by default one, or as many as `devices`."""
     device: str | None = None
@@ -170,8 +172,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 name = "device" if self.device is not None else "devices"
                 several = ", cuda:N,M" if self.engine == "vllm" else ""
                 raise ConfigError(f"{name} must be auto, cpu, cuda{several} or cuda:N, not {device!r}")
-        if self.engine != "vllm" and (self.vllm or self.vllm_python is not None):
-            name = "vllm" if self.vllm else "vllm_python"
+        of_vllm = {
+            "vllm": bool(self.vllm),
+            "vllm_python": self.vllm_python is not None,
+            "prompt_events": not self.prompt_events,
+        }
+        if self.engine != "vllm" and any(of_vllm.values()):
+            name = next(name for name, is_given in of_vllm.items() if is_given)
             raise ConfigError(f"{name} is for a model with engine: vllm")
         check_arguments(self.vllm)
 

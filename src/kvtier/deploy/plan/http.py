@@ -37,7 +37,7 @@ def plan_http(
         ServedModelConfig(
             names=model.names,
             listed=model.listed,
-            engines=tuple(EngineAddress(part.name, part.socket) for part in model.parts),
+            engines=tuple(_engine_address(part) for part in model.parts),
             is_vllm=section.engine == "vllm",
             default_options=_default_options(origin, place),
             tool_format=section.tool_format,
@@ -76,6 +76,11 @@ def plan_http(
     except ConfigError as error:
         raise origin.wrong(origin.http, str(error)) from error
     return HttpPart(name=HTTP_NAME, api=api, listeners=listeners)
+
+
+def _engine_address(part: EnginePart | VllmPart) -> EngineAddress:
+    prompts = part.prompts_socket if isinstance(part, VllmPart) else ""
+    return EngineAddress(part.name, part.socket, prompts)
 
 
 def _cache_address(part: EnginePart | VllmPart) -> CacheAddress | None:

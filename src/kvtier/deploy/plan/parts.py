@@ -43,7 +43,8 @@ class EnginePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VllmPart(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine of vLLM: the Python that has it, and all of its arguments. `cache_server` is empty without one.
+    """An engine of vLLM: the Python that has it, and all of its arguments. `cache_server` is empty without one, and
+    `prompts_socket` if it does not report which prompts are in its cache.
 
     It has the deployment's environment, except that it sees only the GPUs of `device`.
     """
@@ -56,6 +57,7 @@ class VllmPart(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     socket: str
     cache_server: str = ""
+    prompts_socket: str = ""
 
 
 class Listener(msgspec.Struct, frozen=True):

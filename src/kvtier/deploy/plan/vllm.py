@@ -6,7 +6,7 @@ Settings that vLLM also has are passed to it as arguments; those that only kvtie
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,7 +20,7 @@ from kvtier.deploy.plan.runtime_names import RuntimeNames
 from kvtier.errors import ConfigError
 from kvtier.transport.address import parse_address
 
-_PLAIN = frozenset({"engine", "vllm", "vllm_python", "name", "engines", "device", "devices"})
+_PLAIN = frozenset({"engine", "vllm", "vllm_python", "prompt_events", "name", "engines", "device", "devices"})
 _OF_CONNECTOR = {
     "salt": "salt",
     "always_load": "always_load",
@@ -67,6 +67,7 @@ def plan_vllm(
         if name.startswith("-"):
             raise origin.wrong(place, f"name must not begin with a dash for vLLM, as {name!r} does", about="name")
     connector = _connector(model, cache, place, origin)
+    has_events = connector is not None and model.prompt_events and len(model.device_of_each_engine) > 1
     python = sys.executable if model.vllm_python is None else str(model.vllm_python)
     if model.vllm_python is not None and not model.vllm_python.is_file():
         raise origin.wrong(place, f"vllm_python {python} does not exist", about="vllm_python")
@@ -76,8 +77,9 @@ def plan_vllm(
     for name, device in zip(runtime_names.take_several(names[0], len(devices)), devices, strict=True):
         socket = runtime_names.socket(name).path
         arguments = ["--model", found, "--served-model-name", *names, "--uds", socket, "--disable-uvicorn-access-log"]
+        prompts_socket = runtime_names.socket(f"{name}.prompts").path if has_events else ""
         if connector is not None:
-            arguments += ["--kv-transfer-config", connector]
+            arguments += ["--kv-transfer-config", _transfer_config(connector, prompts_socket)]
         parts.append(
             VllmPart(
                 name=name,
@@ -88,6 +90,7 @@ def plan_vllm(
                 device=device,
                 socket=socket,
                 cache_server=_address(model, cache),
+                prompts_socket=prompts_socket,
             )
         )
     return tuple(parts)
@@ -123,8 +126,10 @@ def _address(model: ModelSection, cache: CachePart | None) -> str:
     return str(model.cache_server)
 
 
-def _connector(model: ModelSection, cache: CachePart | None, place: Location, origin: Origin) -> str | None:
-    """vLLM's `--kv-transfer-config`; None for a model without a cache."""
+def _connector(
+    model: ModelSection, cache: CachePart | None, place: Location, origin: Origin
+) -> dict[str, object] | None:
+    """The connector's settings; None for a model without a cache."""
     address = _address(model, cache)
     if not address:
         return None
@@ -137,11 +142,17 @@ def _connector(model: ModelSection, cache: CachePart | None, place: Location, or
         value = getattr(model, name)
         if origin.find(place, name) is not None and value is not None:
             extra[own] = str(value) if isinstance(value, Path) else value
+    return extra
+
+
+def _transfer_config(connector: Mapping[str, object], prompts_socket: str) -> str:
+    """vLLM's `--kv-transfer-config`."""
+    events = {"prompt_events": f"unix:{prompts_socket}"} if prompts_socket else {}
     config = {
         "kv_connector": "KvtierConnector",
         "kv_connector_module_path": "kvtier.plugins.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {**connector, **events},
     }
     return msgspec.json.encode(config).decode()

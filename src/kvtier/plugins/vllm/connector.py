@@ -41,6 +41,7 @@ from kvtier.plugins.vllm.events import server_events
 from kvtier.plugins.vllm.group_scheduling import GroupSchedulerSide
 from kvtier.plugins.vllm.identity import Identity, identity_of, is_own_format
 from kvtier.plugins.vllm.plan import StepPlan
+from kvtier.plugins.vllm.prompt_reports import PromptReports, prompt_reports
 from kvtier.plugins.vllm.scheduling import SchedulerSide
 from kvtier.plugins.vllm.server_client import client_of
 from kvtier.plugins.vllm.settings import read_settings
@@ -68,6 +69,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._server: EmbeddedServer | None = None
         self._pool: BlockPool | None = None
         self._manager: KVCacheManager | None = None
+        self._prompts: PromptReports | None = None
         self._is_own_format = is_own_format(kv_cache_config)
         self._backends = backends_of(vllm_config, kv_cache_config)
         self._awaits_backends = role is KVConnectorRole.SCHEDULER and self._backends is None and not self._is_own_format
@@ -139,6 +141,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = gpu_block_pool
+        if self._prompts is None:
+            self._prompts = prompt_reports(self._vllm_config, self._config, self._settings, gpu_block_pool)
         if self._scheduler is not None:
             self._scheduler.bind(gpu_block_pool)
 
@@ -149,6 +153,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.bind_manager(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
+        if self._prompts is not None:
+            self._prompts.note(request)
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
 
@@ -266,9 +272,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+        if self._prompts is not None:
+            self._prompts.close()
         if self._server is not None:
             self._server.close()
-        self._scheduler = self._worker = self._server = None
+        self._scheduler = self._worker = self._server = self._prompts = None
 
     def _plan(self) -> StepPlan:
         plan = self._get_connector_metadata()

@@ -22,7 +22,7 @@ from kvtier.stores.valkey.config import (
     ClusterUse,
     StoreOn,
 )
-from kvtier.transport.address import parse_address, parse_host_port
+from kvtier.transport.address import UnixAddress, parse_address, parse_host_port
 
 _DEFAULT_MEMORY = "4GiB"
 _LEAST_BLOCKS = 16
@@ -183,15 +183,21 @@ class ConnectorSettings(ServerSettings, frozen=True, kw_only=True, forbid_unknow
     """`store`: prompts and answers ("all"), or prompts only. A scheduler waits at most `match_timeout_s` for a prompt's
     match, and then computes it. With `always_load`, cached blocks are loaded even if computing them looks faster. With
     `whole_prompts`, a prompt of full pages is loaded with its last page, which vLLM's own cache would compute again.
+    On `prompt_events`, a Unix socket's address, routers are told which prompts vLLM's own cache has.
     """
 
     match_timeout_s: float = 0.25
     store: Literal["all", "prompt"] = "all"
     always_load: bool = False
     whole_prompts: bool = False
+    prompt_events: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.prompt_events is not None:
+            with _named("prompt_events"):
+                if not isinstance(parse_address(self.prompt_events), UnixAddress):
+                    raise ConfigError(f"it must be unix:/path, not {self.prompt_events}")
         self._check_seconds("match_timeout_s", self.match_timeout_s)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import msgspec
 
 from kvtier.api.limits import MAX_PREFIX_KEYS
 from kvtier.api.vllm.bodies import read_fields
-from kvtier.api.vllm.prefix_keys import prefix_keys
+from kvtier.api.vllm.prefix_keys import num_keys_within, prefix_keys
 from kvtier.api.vllm.seen_prefixes import SeenPrefixes
 from tests.support.vllm_serving import chat
 
@@ -54,21 +56,103 @@ def test_a_prompt_has_few_keys_however_long_it_is() -> None:
     assert _keys({"model": "m"}) == []
 
 
+def test_a_share_of_a_prompt_is_about_the_same_share_of_its_keys() -> None:
+    fine, coarse = _keys({"prompt": "x" * 8000}), _keys({"prompt": "x" * 80_000})
+
+    assert num_keys_within(len(fine), 0.5) == len(fine) // 2
+    assert num_keys_within(len(coarse), 0.5) == 64 + 6  # 16 KiB in small steps, and 24 KiB in large ones
+    assert [num_keys_within(len(keys), 1.0) for keys in (fine, coarse)] == [len(fine), len(coarse)]
+    assert [num_keys_within(len(keys), 0.0) for keys in (fine, coarse)] == [0, 0]
+
+
 def test_a_record_finds_the_longest_beginning_that_an_engine_has_seen() -> None:
     record = SeenPrefixes()
-    record.note("a", [1, 2, 3])
-    record.note("b", [1])
+    record.note([1, 2, 3])
 
-    assert [record.match(name, [1, 2, 3, 4]) for name in ("a", "b", "c")] == [3, 1, 0]
+    assert [record.match(keys) for keys in ([1, 2, 3, 4], [1, 2, 9], [9], [])] == [3, 2, 0, 0]
 
-    record.forget("b")
+    record.clear()
 
-    assert [record.match(name, [1, 2, 3, 4]) for name in ("a", "b")] == [3, 0]
+    assert record.match([1, 2, 3, 4]) == 0
 
 
 def test_a_record_forgets_what_was_used_longest_ago() -> None:
     record = SeenPrefixes(most=4)
     for key in range(10):
-        record.note("a", [key])
+        record.note([key])
 
-    assert [record.match("a", [key]) for key in range(10)] == [0] * 6 + [1] * 4
+    assert [record.match([key]) for key in range(10)] == [0] * 6 + [1] * 4
+
+
+def test_a_beginning_that_many_prompts_share_stays() -> None:
+    record = SeenPrefixes(most=4)
+    for key in range(2, 10):
+        record.note([1, key])
+
+    assert [record.match([1, key]) for key in range(2, 10)] == [1] * 5 + [2] * 3
+
+
+def test_a_prompt_that_comes_again_counts_once() -> None:
+    record = SeenPrefixes(most=4)
+    record.note([1])
+    for _ in range(10):
+        record.note([2, 3])
+        record.note([2, 4], "id")
+
+    assert [record.match(keys) for keys in ([1], [2, 3], [2, 4])] == [1, 2, 2]
+
+
+def test_a_prompt_that_is_reported_as_gone_counts_no_longer() -> None:
+    record = SeenPrefixes()
+    record.note([1, 2, 3], "a")
+    record.note([1, 2, 4], "b")
+    record.correct("a", 0.0)
+
+    assert record.match([1, 2, 3]) == 2  # the other prompt's
+
+    record.correct("b", 0.0)
+    record.correct("unknown", 0.0)
+
+    assert record.match([1, 2, 4]) == 0
+
+
+def test_a_prompt_that_is_reported_in_part_counts_in_part() -> None:
+    record = SeenPrefixes()
+    keys = list(range(8))
+    record.note(keys, "a")
+
+    found = []
+    for share in (1.0, 0.5, 0.5, 0.25, 0.9):  # the last one: what is lost does not come back
+        record.correct("a", share)
+        found.append(record.match(keys))
+
+    assert found == [8, 4, 4, 2, 2]
+
+
+def test_what_is_reported_no_more_is_gone_and_what_never_was_is_not() -> None:
+    record = SeenPrefixes()
+    record.note([1], "a")
+    record.note([2], "b")
+    record.note([3], "c")
+    record.correct("a", 1.0)
+    record.correct("b", 1.0)
+    record.keep_reported({"b"})
+
+    assert [record.match([key]) for key in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_nothing_is_left_of_prompts_that_are_gone() -> None:
+    random = Random(7)
+    record = SeenPrefixes(most=200)
+    names: list[str] = []
+    for number in range(500):
+        document = [random.randrange(3) * 1000 + depth for depth in range(random.randrange(1, 12))]
+        keys = [hash(tuple(document[: depth + 1])) for depth in range(len(document))]
+        names.append(f"{number}")
+        record.note(keys, names[-1])
+        record.correct(random.choice(names), random.choice([0.0, 0.3, 0.7, 1.0]))
+    for name in names:
+        record.correct(name, 0.0)
+
+    assert not record._beginnings
+    assert not record._prompts

@@ -49,12 +49,31 @@ def test_an_engine_of_vllm_has_its_whole_command_line(deploy: Deploy) -> None:
         "kv_connector_module_path": "kvtier.plugins.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"server": "unix:/run/kvtier/cache.sock", "always_load": True},
+        "kv_connector_extra_config": {
+            "server": "unix:/run/kvtier/cache.sock",
+            "always_load": True,
+            "prompt_events": "unix:/run/kvtier/qwen-0.prompts.sock",
+        },
     }
     (served,) = plan.http.api.models
     assert served.is_vllm
     assert [engine.socket for engine in served.engines] == ["/run/kvtier/qwen-0.sock", "/run/kvtier/qwen-1.sock"]
     assert decode_part(encode_part(first), VllmPart) == first
+
+
+def test_several_engines_with_a_cache_report_their_prompts(deploy: Deploy) -> None:
+    def sockets(fields: str, cache: str = "cache: {memory: 1GiB}") -> list[str]:
+        plan = deploy(f"models: [{{model: owner/model, name: qwen, engine: vllm, {fields}}}]\n{cache}")
+        found = [part.prompts_socket for part in plan.vllm_engines]
+        assert found == [engine.prompts for engine in plan.http.api.models[0].engines]
+        told = ["prompt_events" in " ".join(part.arguments) for part in plan.vllm_engines]
+        assert told == [bool(one) for one in found]
+        return found
+
+    assert sockets("engines: 2") == [f"/run/kvtier/qwen-{number}.prompts.sock" for number in range(2)]
+    assert sockets("engines: 1") == [""]
+    assert sockets("engines: 2, prompt_events: false") == ["", ""]
+    assert sockets("engines: 2", cache="") == ["", ""]
 
 
 def test_without_a_cache_there_is_no_connector(deploy: Deploy) -> None:
@@ -126,7 +145,7 @@ def test_mistakes_are_one_sentence(refuse: Refuse, fields: str, sentence: str) -
     assert sentence in found
 
 
-@pytest.mark.parametrize("fields", ["vllm: [--x]", "vllm_python: /bin/python"])
+@pytest.mark.parametrize("fields", ["vllm: [--x]", "vllm_python: /bin/python", "prompt_events: false"])
 def test_arguments_are_for_vllm(refuse: Refuse, fields: str) -> None:
     (found,) = refuse(f"models: [{{model: owner/model, {fields}}}]")
 
