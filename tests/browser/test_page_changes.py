@@ -126,6 +126,21 @@ def test_a_request_that_the_stream_tells_first_hides_none_that_came_before(brows
             expect(rows.first.get_by_role("button")).to_have_attribute("aria-label", f"Explain {later}")
 
 
+def test_a_chart_without_data_any_more_shows_no_old_lines(browser: Browser, config: ApiConfig) -> None:
+    with running("openai", config) as server, opened(browser, "about:blank") as page:
+        steps = [{"at": 1e9 + 10 * number, "requests": 1, "prompt": 10, "cached": {"disk": 5}} for number in range(9)]
+        page.route("**/history?span=hour", lambda route: route.fulfill(json={"steps": steps}))
+        page.route("**/history?span=day", lambda route: route.fulfill(json={"steps": []}))
+        page.goto(server.url)
+        hits = page.locator("section[aria-labelledby=hits-title]")
+        expect(hits.locator("canvas")).to_have_count(1)
+        page.get_by_role("button", name="Last day").click()
+        expect(hits).to_contain_text("No request ended in the last day.")
+        expect(hits.locator("canvas")).to_have_count(0)
+        page.get_by_role("button", name="Last hour").click()
+        expect(hits.locator("canvas")).to_have_count(1)
+
+
 @pytest.mark.parametrize("view", ["overview", "requests"])
 def test_an_hour_of_events_leaves_a_page_as_large_as_half_an_hour(
     browser: Browser, config: ApiConfig, view: str

@@ -239,22 +239,21 @@ def _written(path: Path) -> Iterator[Any]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    if path.exists() and not path.is_file():
-        with path.open("wb", buffering=0) as file:
-            yield file
-        return
     beside = path.with_name(f"{path.name}.part-{os.getpid()}")
     try:
-        try:
-            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise ConfigError(f"{printable(str(path))} cannot be written: {error.strerror}") from error
+        if path.exists() and not path.is_file():
+            with path.open("wb", buffering=0) as file:
+                yield file
+            return
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(fd, "wb", buffering=0) as file:
             yield file
             os.fsync(file.fileno())
         os.replace(beside, path)
+    except OSError as error:
+        raise ConfigError(f"{printable(str(path))} cannot be written: {error.strerror or error}") from error
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             beside.unlink()
 
 

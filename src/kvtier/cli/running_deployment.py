@@ -16,6 +16,7 @@ import click
 import msgspec
 
 from kvtier.api.config import ApiKey
+from kvtier.api.prefixes.record import NAME_IN_WORDS, is_name
 from kvtier.cli.cache_server import read_token
 from kvtier.deploy.plan.deployment import load_plan
 from kvtier.deploy.plan.parts import DeploymentPlan
@@ -168,6 +169,9 @@ def one_sentence() -> Iterator[None]:
 
 
 def path_of(name: str, act: str = "") -> str:
+    """Raises `ConfigError` for a name that no prefix can have."""
+    if not is_name(name):
+        raise ConfigError(f"no prefix is called {printable(name)!r}: a name has {NAME_IN_WORDS}")
     return f"{PREFIXES}/{quote(name, safe='')}{f'/{act}' if act else ''}"
 
 
@@ -197,5 +201,5 @@ def _decoded(data: bytes) -> Document:
 
 def _sentence(document: Document) -> str:
     error = document.get("error")
-    message = error.get("message") if isinstance(error, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error  # Ollama's form is a text
     return message if isinstance(message, str) else "the server refuses, and does not say why"

@@ -69,6 +69,25 @@ def test_a_prefix_from_its_documents_to_its_end(server: Running, tmp_path: Path)
     assert gone.output == "Error: there is no prefix called 'laws' here\n"
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "<script>", "\x1b[31m", "x" * 129])
+def test_a_name_that_no_prefix_can_have_is_refused_in_one_sentence(server: Running, tmp_path: Path, name: str) -> None:
+    file = ("--deployment", "@deploy.yml")
+    for arguments in (("prefix", "drop"), ("prefix", "pin"), ("pack", "export")):
+        rest = ("@out.kvpack",) if arguments[0] == "pack" else ()
+        said = run(tmp_path, *arguments, *file, "--", name, *rest)
+        assert said.exit_code == 1
+        assert said.output.startswith("Error: no prefix is called '")
+        assert said.output.count("\n") == 1
+        assert "\x1b" not in said.output
+
+
+def test_the_sentence_of_a_server_that_is_not_the_right_one_is_shown(below: StoringEngine, tmp_path: Path) -> None:
+    with running("ollama", below.config()) as ollama:
+        said = run(tmp_path, "prefix", "ls", "--url", ollama.url)
+    assert said.exit_code == 1
+    assert "/kvtier/v1/prefixes does not exist" in said.output
+
+
 def test_a_url_and_a_key_file_find_it_too(server: Running, tmp_path: Path) -> None:
     (tmp_path / "admin").write_text("key-root\n")
     (tmp_path / "other").write_text("key-ann\n")
@@ -149,6 +168,9 @@ def test_a_pack_is_written_into_a_pipe_and_no_file_takes_its_place(server: Runni
     assert "whole      yes" in run(tmp_path, "pack", "inspect", "@rules.kvpack", "--verify").output
     missing = run(tmp_path, "pack", "export", "rules", "@none/rules.kvpack", "--deployment", "@deploy.yml")
     assert missing.output.endswith("none/rules.kvpack cannot be written: No such file or directory\n")
+    full = run(tmp_path, "pack", "export", "rules", "/dev/full", "--deployment", "@deploy.yml")
+    assert full.exit_code == 1
+    assert full.output.endswith("/dev/full cannot be written: No space left on device\n")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ class Board:
         self._reading: Reading | None = None
         self._read_at = float("-inf")
         self._rates: dict[Move, float] = {}
+        self._rated: dict[Move, float] = {}
+        self._rated_at = float("-inf")
         self.num_readings = 0
 
     async def state(self) -> State:
@@ -53,6 +55,14 @@ class Board:
             curves=reading.curves,
             num_requests=self._view.num_requests,
         )
+
+    async def new_reading(self) -> Reading:
+        """A reading that begins now: it has what the caller has just changed."""
+        if self._looking is not None:
+            await asyncio.wait({self._looking})
+        if self._looking is None:
+            self._looking = asyncio.ensure_future(self._look())
+        return await asyncio.shield(self._looking)
 
     async def reading(self) -> Reading:
         """The last reading if it is fresh, else a new one."""
@@ -89,12 +99,16 @@ class Board:
             self._looking = None
 
     def _note_rates(self, reading: Reading) -> None:
-        passed_s = self._clock() - self._read_at
-        before = self._reading
-        self._rates = {}
-        if before is not None and 0 < passed_s <= _RATE_S:
-            for move, nbytes in reading.moved.items():
-                self._rates[move] = max(0.0, nbytes - before.moved.get(move, 0.0)) / passed_s
+        passed_s = self._clock() - self._rated_at
+        if passed_s < _FRESH_S:
+            return  # too short a time for a rate
+        if passed_s <= _RATE_S:
+            self._rates = {
+                move: max(0.0, nbytes - self._rated.get(move, 0.0)) / passed_s for move, nbytes in reading.moved.items()
+            }
+        else:
+            self._rates = {}
+        self._rated, self._rated_at = reading.moved, self._clock()
 
     def _with_rates(self, tiers: list[TierLevel]) -> list[TierLevel]:
         """Add rates to tiers. If several tiers share a name, a sum over all of them is shown at none of them.

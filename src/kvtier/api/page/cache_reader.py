@@ -55,14 +55,23 @@ class CacheReader:
 
     def _text(self, question: wire.StatsRequest | wire.NotedRequest | wire.MissCurveRequest) -> str | None:
         deadline = time.monotonic() + _TIMEOUT_S
+        is_new = self._connection is None
+        text = self._answer(question, deadline)
+        if text is None and not is_new:  # the server may have been started again since the last request
+            text = self._answer(question, deadline)
+        return text
+
+    def _answer(
+        self, question: wire.StatsRequest | wire.NotedRequest | wire.MissCurveRequest, deadline: float
+    ) -> str | None:
+        """None if the server does not answer; the connection is then closed."""
         try:
             if self._connection is None:
                 self._connection = self._connect(deadline)
-            text = self._connection.call(question, wire.Document, deadline).text
-        except (KvtierError, OSError):  # the server is away: the next request connects again
+            return self._connection.call(question, wire.Document, deadline).text
+        except (KvtierError, OSError):
             self.close()
             return None
-        return text
 
     def _connect(self, deadline: float) -> ServerConnection:
         address = parse_address(self.address)

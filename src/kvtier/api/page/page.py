@@ -143,7 +143,7 @@ class Page:
 
     async def _namespaces(self, request: Request) -> Response:
         self._reader(request)
-        reading = await self.board.reading()
+        reading = await self.board.new_reading()
         is_cut = reading.num_namespaces > len(reading.namespaces)
         return _json({"namespaces": reading.namespaces, "is_cut": is_cut})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import ssl
 import subprocess
@@ -34,9 +35,13 @@ LOOPBACK = TcpAddress("127.0.0.1", 0)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[CacheServer]:
-    server = CacheServer(CacheServerConfig(memory_bytes=1 << 20, unix=UnixAddress(str(tmp_path / "c.sock"))))
+    server = new_server(tmp_path)
     yield server
     server.close()
+
+
+def new_server(folder: Path) -> CacheServer:
+    return CacheServer(CacheServerConfig(memory_bytes=1 << 20, unix=UnixAddress(str(folder / "c.sock"))))
 
 
 def explanation(request_id: str, cached: int) -> Explanation:
@@ -219,6 +224,13 @@ def test_a_server_that_is_away_is_none_until_it_answers(tmp_path: Path) -> None:
     reader = CacheReader("cache", f"unix:{tmp_path / 'none.sock'}")
     assert reader.stats() is None
     assert reader.noted("r-1") == ""
+
+
+def test_a_server_that_was_started_again_answers_the_next_question(tmp_path: Path) -> None:
+    with contextlib.closing(CacheReader("cache", f"unix:{tmp_path / 'c.sock'}")) as reader:
+        for _ in range(2):
+            with contextlib.closing(new_server(tmp_path)):
+                assert reader.stats() is not None
 
 
 def test_the_hit_curve_comes_with_the_counts_of_a_server(server: CacheServer, tmp_path: Path) -> None:

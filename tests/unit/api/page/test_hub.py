@@ -90,6 +90,23 @@ def test_all_readers_share_one_look_and_the_same_bytes() -> None:
     asyncio.run(run())
 
 
+def test_a_new_reading_begins_after_it_was_asked_for() -> None:
+    async def run() -> None:
+        view = FakeView()
+        board = Board(view, PageConfig())
+        await board.reading()
+        await board.reading()
+        assert view.num_looks == 1
+        looking = asyncio.ensure_future(board.new_reading())
+        while view.num_looks < 2:
+            await asyncio.sleep(0)
+        await board.new_reading()
+        assert view.num_looks == 3
+        await looking
+
+    asyncio.run(run())
+
+
 def test_a_reader_that_comes_between_two_ticks_is_told_the_state_at_once() -> None:
     async def run() -> None:
         view = FakeView()

@@ -11,6 +11,10 @@ export function mayChange() {
   return session !== null && session.may_change;
 }
 
+export function needsKey() {
+  return session !== null && session.needs_key;
+}
+
 export async function get(path) {
   const response = await fetch(`/kvtier/v1/${path}`, { headers: { accept: "application/json" } });
   return read(response);
@@ -39,7 +43,17 @@ export async function follow(path, body, tell) {
   }
 }
 
-function request(method, path, body) {
+// A server that has been started again has another csrf: it is asked for, once.
+async function request(method, path, body) {
+  const response = await sendOnce(method, path, body);
+  if (response.status !== 403) return response;
+  const found = await response.clone().json().catch(() => ({}));
+  if (!found.error || found.error.code !== "wrong_csrf") return response;
+  await openSession();
+  return sendOnce(method, path, body);
+}
+
+function sendOnce(method, path, body) {
   const headers = { "content-type": "application/json", "x-kvtier-csrf": (session && session.csrf) || "" };
   return fetch(`/kvtier/v1/${path}`, { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
 }

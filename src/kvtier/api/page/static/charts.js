@@ -41,6 +41,15 @@ export class Chart {
     this.redraw();
   }
 
+  // Shows nothing but a sentence.
+  clear(sentence) {
+    this.note.textContent = sentence;
+    this.place.setAttribute("aria-label", sentence);
+    if (this.plot !== null) this.plot.destroy();
+    this.plot = this.data = null;
+    this.names = "";
+  }
+
   redraw() {
     if (this.data === null) return;
     if (this.plot !== null) this.plot.destroy();

@@ -67,7 +67,7 @@ export class Overview {
       ? `${share(cached, prompt)} of ${count(prompt)} prompt tokens in the last ${this.span} came from the cache.`
       : `No request ended in the last ${this.span}.`;
     if (tiers.length) this.hits.set(tiers.map((tier) => ({ label: tier, kind: kindOf(tier) })), columns, sentence);
-    else this.hits.note.textContent = sentence;
+    else this.hits.clear(sentence);
   }
 
   update(state) {

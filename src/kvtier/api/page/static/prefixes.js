@@ -1,6 +1,6 @@
 // Cached blocks by namespace and prefix, and the actions on them.
 
-import { follow, get, mayChange, send } from "./api.js";
+import { follow, get, mayChange, needsKey, send } from "./api.js";
 import { ask, askText, bar, make, show, table } from "./dom.js";
 import { ago, bytes, count, inOrder, kindOf, share, sum } from "./format.js";
 
@@ -44,7 +44,7 @@ export class Prefixes {
 
   showTree(namespaces, { prefixes, isMissing }) {
     const open = new Set([...this.tree.querySelectorAll("details[open]")].map((one) => one.dataset.namespace));
-    const isFirst = !this.tree.childElementCount;
+    const isFirst = this.tree.querySelector("details") === null;
     const known = new Map(namespaces.map((space) => [space.namespace, space]));
     for (const prefix of prefixes) {
       if (!known.has(prefix.namespace)) known.set(prefix.namespace, { namespace: prefix.namespace, name: "", models: [prefix.model], cache: "", blocks: 0, bytes: 0, disk_blocks: 0 });
@@ -106,10 +106,11 @@ export class Prefixes {
   }
 
   askForDocuments() {
-    const models = [...new Set((this.live.state ? this.live.state.engines : []).map((engine) => engine.model))];
+    const models = [...new Set((this.live.state ? this.live.state.engines : []).filter((engine) => engine.kind === "kvtier").map((engine) => engine.model))];
     const field = (label, element) => make("label", {}, label, element);
     const name = make("input", { name: "name", required: true, maxlength: 200 });
     const model = make("select", { name: "model" }, models.map((one) => make("option", { value: one }, one)));
+    const key = make("input", { name: "key", maxlength: 256, placeholder: "your own" });
     const files = make("input", { type: "file", multiple: true });
     const text = make("textarea", { rows: 4 });
     const system = make("textarea", { rows: 2 });
@@ -125,7 +126,7 @@ export class Prefixes {
       progress.hidden = false;
       const documents = [...(await Promise.all([...files.files].map((file) => file.text()))), ...(text.value ? [text.value] : [])];
       const body = {
-        name: name.value, model: model.value, documents, system: system.value || null, pin: pin.checked,
+        name: name.value, model: model.value || null, key: key.value || null, documents, system: system.value || null, pin: pin.checked,
         ttl_s: days.value ? Number(days.value) * 86400 : null, force: force.checked,
       };
       try {
@@ -136,7 +137,7 @@ export class Prefixes {
       submit.disabled = false;
       this.load();
     } },
-      field("Name", name), field("Model", model), field("Files", files), field("Or text", text), field("System prompt", system),
+      field("Name", name), field("Model", model), needsKey() && field("For chats of the API key", key), field("Files", files), field("Or text", text), field("System prompt", system),
       field("Pin it", pin), field("Keep it for days", days), field("Even if it evicts what is worth more", force),
       make("p", { class: "buttons" }, submit, make("button", { type: "button", onclick: () => show(this.warm) }, "Close")), progress, said);
     show(this.warm, form);
@@ -144,6 +145,7 @@ export class Prefixes {
   }
 
   async warmUp(body, progress, said) {
+    let isWarm = false;
     await follow("prefixes", body, (event) => {
       if (event.error) throw new Error(event.error.message || event.error);
       if (event.all_tokens) {
@@ -151,10 +153,12 @@ export class Prefixes {
         said.textContent = `${count(event.done_tokens)} of ${count(event.all_tokens)} tokens`;
       }
       if (event.prefix) {
+        isWarm = true;
         progress.value = 1;
         said.textContent = `${event.prefix.name} is warm: ${count(event.prefix.tokens)} tokens.`;
       }
     });
+    if (!isWarm) throw new Error("The server stopped before it was done: what was computed stays cached.");
   }
 
   close() {}
