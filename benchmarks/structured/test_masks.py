@@ -8,19 +8,23 @@ from a freshly compiled grammar each time:
 - one copy, texts tokenized: all matchers share one lexer and its lock, and every text that the grammar forces is
   tokenized in Python again;
 - one copy: forced texts are kept;
-- several copies: as many as threads make masks, as engines have them.
+- several copies: as many as threads make masks;
+- several copies, no Python: the library tokenizes forced texts itself, as engines have it for byte-level tokenizers.
 
-All ways must give the same masks. A step's time is the least of its repeats, since other programs disturb. The figures
-compare the first way's CPU time with the second's, and the second's wall time with the third's, which is at most the
-number of cores that are free. `costly_pair_x` compares the wall time of two costly masks, made by two threads, in one
-copy with that in two: 2 at best. They are so short that some are not disturbed, unless the
-machine is very busy.
+The last two are measured once more beside a thread in Python, which holds Python's lock for 0.5 ms from the beginning
+of each step, as an engine does while masks are made. All ways must give the same masks. A step's time is the least of
+its repeats, since other programs disturb. The figures compare the first way's CPU time with the second's, and the
+second's wall time with the third's, which is at most the number of cores that are free; `no_python_wall_x` and
+`no_python_cpu_x` compare the third with the fourth, both beside Python. `costly_pair_x` compares the wall time of two
+costly masks, made by two threads, in one copy with that in two: 2 at best. They are so short that some are not
+disturbed, unless the machine is very busy.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -42,25 +46,36 @@ from benchmarks.structured.vocabulary import make_tokenizer
 from kvtier.engine.constraint import vocabulary
 from kvtier.engine.constraint.compiled import CompiledGrammar
 from kvtier.engine.constraint.compiler import GrammarCompiler
+from kvtier.engine.constraint.mask_thread import MaskThread
 from kvtier.engine.grammar import Grammar
 from kvtier.models.tokenizer import Tokenizer
 
 _NUM_TOKENS = 151_000
 _NUM_STREAMS = 32
-_BARS = {"kept_texts_cpu_x": ">= 1.15"}
+_BARS = {"kept_texts_cpu_x": ">= 1.15", "no_python_cpu_x": ">= 0.9"}
 _NEARLY_FULL = '[{"name":"' + 36 * "e"
 """Of 40 characters that the schema allows, so the library has to try most tokens."""
 _NUM_PAIRS = 600
+_BESIDE_S = 0.0005
+"""On the H200 an engine's thread works about so long beside the masks of 32 streams."""
 _FEW_CORES = 4
-_PARALLEL_BARS = {"copies_wall_x": ">= 2", "costly_pair_x": ">= 1.3"}
+_PARALLEL_BARS = {"copies_wall_x": ">= 2", "costly_pair_x": ">= 1.3", "no_python_wall_x": ">= 1"}
 """For more cores than `_FEW_CORES`."""
+
+
+class _AskedTokenizer(Tokenizer):
+    """The library asks it for the tokens of forced texts."""
+
+    byte_level_document = None
 
 
 @dataclass(frozen=True)
 class Way:
     name: str
     num_copies: int
-    keeps_texts: bool
+    keeps_texts: bool = True
+    asks_python: bool = True
+    beside_s: float = 0.0
 
 
 @dataclass
@@ -83,32 +98,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     repeats = arguments.repeats or repeats
     with tempfile.TemporaryDirectory() as folder:
         make_tokenizer(num_tokens).save_pretrained(folder)
-        tokenizer = Tokenizer(Path(folder))
+        tokenizers = (Tokenizer(Path(folder)), _AskedTokenizer(Path(folder)))
     settings = {"num_tokens": num_tokens, "num_steps": num_steps, "repeats": repeats, "threads": arguments.threads}
     result = Result("structured.test_masks", {**settings, "quick": arguments.quick})
-    _measure(tokenizer, num_tokens, num_steps, repeats, arguments.threads, result)
+    _measure(tokenizers, num_tokens, num_steps, repeats, arguments.threads, result)
     print_table(f"{_NUM_STREAMS} masks of {num_tokens} tokens, {arguments.threads} threads: ms of a step", result.rows)
     bars = _BARS | (_PARALLEL_BARS if arguments.threads > _FEW_CORES else {})
     return finish(result, {} if arguments.quick else bars, arguments.json)
 
 
 def _measure(
-    tokenizer: Tokenizer, num_tokens: int, num_steps: int, repeats: int, num_threads: int, result: Result
+    tokenizers: tuple[Tokenizer, Tokenizer],
+    num_tokens: int,
+    num_steps: int,
+    repeats: int,
+    num_threads: int,
+    result: Result,
 ) -> None:
-    (end,) = tokenizer.eos_token_ids
-    grammars = GrammarCompiler(tokenizer, num_tokens, [end])
+    own, asked = tokenizers
+    (end,) = own.eos_token_ids
+    compilers = {
+        asks_python: GrammarCompiler(one, num_tokens, [end]) for asks_python, one in ((True, asked), (False, own))
+    }
     executor = importlib.import_module("llguidance").LLExecutor(num_threads)
     ways = (
         Way("one copy, texts tokenized", 1, keeps_texts=False),
-        Way("one copy", 1, keeps_texts=True),
-        Way("several copies", num_threads, keeps_texts=True),
+        Way("one copy", 1),
+        Way("several copies", num_threads),
+        Way("several copies, no Python", num_threads, asks_python=False),
+        Way("several copies, beside Python", num_threads, beside_s=_BESIDE_S),
+        Way("several copies, no Python, beside it", num_threads, asks_python=False, beside_s=_BESIDE_S),
     )
+    grammars = compilers[True]
     answers = _answers(_compile(grammars, 1), num_tokens, num_steps)
     done: dict[str, Steps] = {}
     for repeat in range(repeats):
         for way in ways if repeat % 2 else reversed(ways):
             with _keeping_texts(way.keeps_texts):
-                steps = _run(_compile(grammars, way.num_copies), answers, executor)
+                compiled = _compile(compilers[way.asks_python], way.num_copies)
+                steps = _run(compiled, answers, executor, way.beside_s)
             former = done.setdefault(way.name, steps)
             former.wall_s = np.minimum(former.wall_s, steps.wall_s)
             former.cpu_s = np.minimum(former.cpu_s, steps.cpu_s)
@@ -122,10 +150,12 @@ def _measure(
             row[f"{kind}, mean"] = round(1000 * float(seconds.mean()), 3)
             row[f"{kind}, 99th"] = round(1000 * float(np.percentile(seconds, 99)), 3)
         result.rows.append(row)
-    before, kept, copies = (done[way.name] for way in ways)
+    before, kept, copies, _, beside, freed = (done[way.name] for way in ways)
     result.figures["kept_texts_cpu_x"] = float(before.cpu_s.sum() / kept.cpu_s.sum())
     result.figures["copies_wall_x"] = float(kept.wall_s.sum() / copies.wall_s.sum())
-    shared_s, apart_s = (_costly_pair_s(_compile(grammars, count), tokenizer) for count in (1, 2))
+    result.figures["no_python_wall_x"] = float(beside.wall_s.sum() / freed.wall_s.sum())
+    result.figures["no_python_cpu_x"] = float(beside.cpu_s.sum() / freed.cpu_s.sum())
+    shared_s, apart_s = (_costly_pair_s(_compile(grammars, count), own) for count in (1, 2))
     result.rows += [
         {"way": f"two costly masks, {name}", "wall, least": round(1000 * seconds, 3)}
         for name, seconds in (("one copy", shared_s), ("two copies", apart_s))
@@ -161,7 +191,18 @@ def _answers(compiled: CompiledGrammar, num_tokens: int, num_steps: int) -> list
     return steps
 
 
-def _run(compiled: CompiledGrammar, answers: list[list[int]], executor: Any) -> Steps:
+def _run(compiled: CompiledGrammar, answers: list[list[int]], executor: Any, beside_s: float) -> Steps:
+    """With `beside_s`, another thread waits for the library, and this one is in Python so long."""
+    thread = MaskThread()
+    try:
+        return _run_beside(compiled, answers, executor, thread, beside_s)
+    finally:
+        thread.close()
+
+
+def _run_beside(
+    compiled: CompiledGrammar, answers: list[list[int]], executor: Any, thread: MaskThread, beside_s: float
+) -> Steps:
     copies = [compiled.take_copy() for _ in range(_NUM_STREAMS)]
     matchers = [copy.matcher() for copy in copies]
     order = sorted(range(_NUM_STREAMS), key=lambda number: id(copies[number]))
@@ -171,7 +212,15 @@ def _run(compiled: CompiledGrammar, answers: list[list[int]], executor: Any) -> 
     for tokens in answers:
         pairs = [(matchers[number], number) for number in order]
         wall_at, cpu_at = time.perf_counter(), time.process_time()
-        executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, 4 * words.shape[1], len(words))
+        make = functools.partial(
+            executor.unsafe_compute_mask_ptr, pairs, words.ctypes.data, 4 * words.shape[1], len(words)
+        )
+        if beside_s:
+            thread.begin(make)
+            _stay_in_python(beside_s)
+            thread.wait()
+        else:
+            make()
         cpu_s.append(time.process_time() - cpu_at)
         wall_s.append(time.perf_counter() - wall_at)
         digest.update(words.tobytes())
@@ -202,6 +251,12 @@ def _costly_pair_s(compiled: CompiledGrammar, tokenizer: Tokenizer) -> float:
         for matcher in matchers:
             matcher.rollback(1) if number % 2 else matcher.consume_token(more)
     return min(seconds)
+
+
+def _stay_in_python(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +390,28 @@ def test_a_matcher_that_fails_ends_its_own_answer(folder: Path, monkeypatch: pyt
     assert failed.finish_reason == "error"
     assert len(failed.token_ids) < 30
     assert (len(answer.text), answer.finish_reason) == (30, "stop")
+
+
+def test_requests_without_a_grammar_ask_for_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither alone nor, for their own tokens, beside others."""
+    asked: list[str] = []
+    for name in ("advance", "masks", "end_of", "waits_for_tokens"):
+        act = getattr(Constraints, name)
+
+        def noting(self: Constraints, *rest: Any, name: str = name, act: Callable[..., Any] = act, **named: Any) -> Any:
+            asked.append(name)
+            return act(self, *rest, **named)
+
+        monkeypatch.setattr(Constraints, name, noting)
+
+    free = ask(llm, None, max_tokens=9, ignore_eos=True)
+    assert asked == []
+    both = [params(None, max_tokens=9, ignore_eos=True), params(Grammar("regex", "[ab]{4}"))]
+    beside, bound = llm.generate([PROMPT, PROMPT], both, progress=False)
+
+    assert beside.outputs[0].token_ids == free[0].token_ids
+    assert re.fullmatch("[ab]{4}", bound.outputs[0].text)
+    assert asked.count("end_of") == 4
 
 
 def test_an_aborted_answer_leaves_nothing_behind(folder: Path) -> None:

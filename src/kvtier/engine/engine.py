@@ -548,7 +548,7 @@ class Engine:
         if request.params.max_tokens == 0:  # only the prompt was requested
             request.times.first_token_at = time.monotonic()
             return self._end(request, FinishReason.LENGTH)
-        end = self._constraints.end_of(request)
+        end = None if request.params.grammar is None else self._constraints.end_of(request)
         if end is not None and request.num_outputs >= end:  # not known earlier: this token is not part of the answer
             return self._end(request, FinishReason.STOP)
         request.tokens.append(token_id)

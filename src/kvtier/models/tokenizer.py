@@ -8,6 +8,7 @@ threads share a `Tokenizer`.
 from __future__ import annotations
 
 import functools
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -116,6 +117,21 @@ class Tokenizer:
             for token_id, text in self._added_tokens.items()
             if token_id in left_out or self._inner.added_tokens_decoder[token_id].special
         }
+
+    @property
+    def byte_level_document(self) -> str | None:
+        """The tokenizer in the form of `tokenizer.json`, for texts that it must spell exactly: it normalizes nothing.
+
+        None if it is not byte-level, does more than its document says, or normalizes otherwise than by composing
+        characters.
+        """
+        if self.is_absent or not _is_plain(type(self._inner)):
+            return None
+        document = json.loads(self._inner.backend_tokenizer.to_str())
+        decoder, normalizer = document.get("decoder") or {}, document.get("normalizer") or {}
+        if decoder.get("type") != "ByteLevel" or normalizer.get("type", "NFC") != "NFC":
+            return None
+        return json.dumps({**document, "normalizer": None})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; by default with the special tokens that some models start with."""

@@ -1,4 +1,9 @@
-"""A model's tokens for grammars: the bytes of each, the special ones, and those that end an answer."""
+"""A model's tokens for grammars: the bytes of each, the special ones, and those that end an answer.
+
+Where a grammar forces a text (the name of a property), the library asks for its tokens. It can find those of byte-level
+tokenizers itself, without Python: its threads then never wait for Python's lock, which the engine's thread holds
+meanwhile. Other tokenizers mark spaces, each in its own way, so the library asks ours.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +26,18 @@ long as a schema allows. Only the other tokens are tried one by one, which takes
 _MAX_KEPT_TEXTS = 2048
 MAX_KEPT_CHARACTERS = 128
 """Forced texts are few: names of properties, from each of their characters on. Longer ones are tokenized each time."""
+_SAMPLES = (
+    *map(chr, range(128)),
+    *(f" {chr(code)}x" for code in range(33, 127)),
+    '{"name": "',
+    '"address":{"street":"',
+    ',\n    "is_member": true',
+    "don't  stop\r\n\n\tIT'S 12345.678e-90",
+    "Stra\u00dfe \u4e16\u754c \U0001f600 \u0645\u0631\u062d\u0628\u0627",
+)
+"""Texts of which both ways must make the same tokens."""
+_NOT_IN_TEXTS = (b"", b"\xff")
+"""An id without a token, and the byte that no UTF-8 has."""
 
 
 class _Tokens:
@@ -78,11 +95,34 @@ class _Tokens:
 
 
 def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
-    """The vocabulary of a model with `vocab_size` logits. Make it once: 150,000 tokens take a second.
+    """The vocabulary of a model with `vocab_size` logits. Make it once: 150,000 tokens take seconds.
 
     Ids unknown to the tokenizer are never allowed, special tokens only where a grammar names them.
     """
     inside = [token_id for token_id in sorted(eos_token_ids) if token_id < vocab_size]
     tokens = _Tokens(tokenizer, vocab_size, inside)
-    made: LLTokenizer = llguidance().LLTokenizer(tokens, eos_token=inside or None, slices=_SLICES)
+    return without_python(tokenizer, tokens, inside) or _asking_python(tokens, inside)
+
+
+def _asking_python(tokens: _Tokens, eos_token_ids: list[int]) -> LLTokenizer:
+    made: LLTokenizer = llguidance().LLTokenizer(tokens, eos_token=eos_token_ids or None, slices=_SLICES)
     return made
+
+
+def without_python(tokenizer: Tokenizer, tokens: _Tokens, eos_token_ids: list[int]) -> LLTokenizer | None:
+    """The same vocabulary, whose texts the library tokenizes; None if it would be another one."""
+    document = tokenizer.byte_level_document
+    if document is None or not eos_token_ids:  # without an end of text, the library would choose one
+        return None
+    size = len(tokens.tokens)
+    try:
+        made: LLTokenizer = llguidance().LLTokenizer(document, n_vocab=size, eos_token=eos_token_ids, slices=_SLICES)
+    except Exception:  # a kind that it does not know; it raises exceptions of any type
+        return None
+    special = set(tokens.special_token_ids)
+    is_same = made.vocab_size == size and all(
+        made.decode_bytes([token_id]) == text and made.is_special_token(token_id) == (token_id in special)
+        for token_id, text in enumerate(tokens.tokens)
+        if text not in _NOT_IN_TEXTS  # special tokens for the library
+    )
+    return made if is_same and all(made.tokenize_str(text) == tokens(text) for text in _SAMPLES) else None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Inner
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.structured.vocabulary import make_tokenizer
 from kvtier.engine.constraint.compiler import GrammarCompiler
 from kvtier.engine.constraint.vocabulary import make_vocabulary
 from kvtier.engine.grammar import Grammar
@@ -18,6 +21,7 @@ from kvtier.testing.tiny_models import VOCAB_SIZE, make_tiny_tokenizer
 
 END, ROLE = 256, 257
 BLANK = "▁"
+_LARGE = 1500
 
 
 @pytest.fixture
@@ -85,27 +89,93 @@ def test_forced_text_is_spelled_without_the_blank_that_a_tokenizer_adds(marked: 
 class _Counting(Tokenizer):
     """Counts the texts that it encodes."""
 
-    texts: list[str]
+    def __init__(self, folder: Path) -> None:
+        self.texts: list[str] = []
+        super().__init__(folder)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.texts.append(text)
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
-def test_a_text_that_a_grammar_forces_is_tokenized_once(tmp_path: Path) -> None:
+def test_a_text_that_a_grammar_forces_is_tokenized_once(marked: Tokenizer, tmp_path: Path) -> None:
     """However many answers it is forced upon; a long one each time, since it would take room."""
-    make_tiny_tokenizer().save_pretrained(tmp_path)
     tokenizer = _Counting(tmp_path)
+    compiled = GrammarCompiler(tokenizer, 16, [1]).compile(Grammar("regex", f"(abab|{'b' * 160})"))
     tokenizer.texts = []
-    long = "long" * 40
-    compiled = GrammarCompiler(tokenizer, VOCAB_SIZE, [END]).compile(Grammar("regex", f"(hello|{long})"))
 
-    for text in ("hello", long):
+    for first in (b"a", b"b"):
         for _ in range(3):
             matcher = compiled.take_copy().matcher()
-            assert matcher.consume_tokens(list(text[:2].encode()))
+            assert matcher.consume_token(next(token for token in range(16) if tokenizer.token_bytes(token) == first))
             matcher.compute_bitmask()
 
     counts = Counter(tokenizer.texts)
-    assert {text: count for text, count in counts.items() if len(text) < 10} == {"ello": 1}
+    assert counts["bab"] == 1
+    assert {count for text, count in counts.items() if len(text) < 10} == {1}
     assert {count for text, count in counts.items() if len(text) > 128} == {3}
+
+
+def test_byte_level_tokenizers_are_not_asked_while_masks_are_made(tmp_path: Path) -> None:
+    """Threads that make masks would wait for Python's lock."""
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    tokenizer = _Counting(tmp_path)
+    compiled = GrammarCompiler(tokenizer, VOCAB_SIZE, [END]).compile(Grammar("regex", "(hello|there)"))
+    tokenizer.texts = []
+    matcher = compiled.take_copy().matcher()
+
+    assert matcher.consume_token(ord("t"))
+    allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+
+    assert allowed == 1 << ord("h"), "the text is forced"
+    assert tokenizer.texts == []
+
+
+_OBJECT = {
+    "type": "object",
+    "properties": {"name é": {"type": "string", "maxLength": 12}, "kinds": {"enum": ["a", "it's <|end|>", "b"]}},
+    "required": ["name é", "kinds"],
+}
+_COMPOSING = {"type": "object", "properties": {"e\u0301t\u00e9": {"const": "e\u0301"}}, "required": ["e\u0301t\u00e9"]}
+"""The same character, composed and not: a tokenizer that composes them would spell a name differently."""
+
+
+def _large(folder: Path, *, composes: bool) -> Tokenizer:
+    made = make_tokenizer(_LARGE)
+    if composes:
+        made.backend_tokenizer.normalizer = normalizers.NFC()
+    made.save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+@pytest.mark.parametrize("schema", [_OBJECT, _COMPOSING])
+@pytest.mark.parametrize("composes", [False, True])
+def test_masks_are_the_same_whoever_tokenizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, composes: bool, schema: dict[str, object]
+) -> None:
+    grammar = Grammar("json_schema", json.dumps(schema))
+    tokenizer = _large(tmp_path, composes=composes)
+    own = GrammarCompiler(tokenizer, _LARGE + 70, [_LARGE - 1]).compile(grammar)
+    monkeypatch.setattr(Tokenizer, "byte_level_document", None)
+    asked = GrammarCompiler(tokenizer, _LARGE + 70, [_LARGE - 1]).compile(grammar)
+    dice = random.Random(1)
+    for _ in range(5):
+        first, second = own.take_copy().matcher(), asked.take_copy().matcher()
+        text = b""
+        while not first.is_stopped():
+            masks = [int.from_bytes(matcher.compute_bitmask(), "little") for matcher in (first, second)]
+            if not (composes and schema is _COMPOSING):  # then the other way takes the longest token first
+                assert masks[0] == masks[1]
+            token = dice.choice([token for token in range(_LARGE - 1) if masks[0] >> token & 1] or [_LARGE - 1])
+            text += b"" if token == _LARGE - 1 else tokenizer.token_bytes(token)
+            assert first.consume_token(token), first.get_error()
+            assert second.consume_token(token), second.get_error()
+        assert set(schema["required"]) <= set(json.loads(text))  # type: ignore[call-overload]
+
+
+def test_a_tokenizer_that_changes_texts_is_asked(tmp_path: Path) -> None:
+    made = make_tokenizer(_LARGE)
+    made.backend_tokenizer.normalizer = normalizers.Lowercase()
+    made.save_pretrained(tmp_path)
+
+    assert Tokenizer(tmp_path).byte_level_document is None
