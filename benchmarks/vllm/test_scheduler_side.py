@@ -1,10 +1,11 @@
-"""The cost of a prompt of 30,000 tokens to vLLM's scheduler in the connector, part by part, with a real cache server.
+"""The connector's share of vLLM's time on the host: of a prompt of 30,000 tokens, and of steps of 32 requests.
 
     .venv-vllm/bin/python -m benchmarks.vllm.test_scheduler_side [--quick] [--json FILE]
 
-No engine runs: this is the scheduler's loop, which asks the connector, and asks again after an empty step. For a
-prompt in vLLM's own cache, in the server, and in neither, it reports the scheduler's time inside the connector, and the
-time from the request's arrival until its first step was planned.
+No engine runs, but a real cache server. For a prompt in vLLM's own cache, in the server, and in neither, this is the
+scheduler's loop, which asks the connector, and asks again after an empty step: it reports the scheduler's time inside
+the connector, the time from the request's arrival until its first step was planned, and what that step saves. Then 32
+requests with contexts of 10,000 tokens decode together (`steps`). Without a connector, all of this takes no time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -27,6 +30,7 @@ from vllm.v1.request import Request
 
 import kvtier
 from benchmarks.harness import Result, finish, make_parser, print_table
+from benchmarks.vllm.steps import DECODE, FILLING, PREFILL, StepCost, Steps, rows_of
 from kvtier.blocks.hashing import block_hashes
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import NamespaceFields
@@ -35,13 +39,22 @@ from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity
 from kvtier.plugins.vllm.plan import WorkerNews
 from kvtier.plugins.vllm.scheduling import SchedulerSide
 from kvtier.plugins.vllm.settings import ConnectorSettings
+from kvtier.plugins.vllm.working import WorkerSide
 from kvtier.testing.servers import cache_server
 from kvtier.transfer.reach import AttentionKind, Reach
 
 NUM_TOKENS = 30_000
 EMPTY_STEP_S = 0.001
 """vLLM's engine process sleeps for this long after a step without work."""
-BARS = {"own_hit_scheduler_ms": "<= 1", "own_hit_planned_ms": "<= 1", "host_hit_planned_ms": "<= 12"}
+NUM_STREAMS, CONTEXT_TOKENS, CHUNK_TOKENS = 32, 10_000, 8192
+BARS = {
+    "own_hit_scheduler_ms": "<= 1",
+    "own_hit_planned_ms": "<= 1",
+    "own_hit_saved_blocks": "<= 0",
+    "host_hit_planned_ms": "<= 12",
+    "decode_scheduler_us": "<= 30",
+    "decode_worker_us": "<= 30",
+}
 
 _LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=16, dtype="float16", block_tokens=BLOCK_TOKENS)
 _FIELDS = NamespaceFields(
@@ -56,6 +69,7 @@ class OwnPages:
 
     def __init__(self) -> None:
         self.hashes: set[bytes] = set()
+        self.cached_block_hash_to_block: dict[bytes, object] = {}
 
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[object] | None:
         return [block_hash] if block_hash in self.hashes else None
@@ -69,6 +83,7 @@ class Trial:
     planned_s: float = 0.0
     num_asked: int = 0
     num_loaded: int = 0
+    num_saved: int = 0
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -117,6 +132,7 @@ class Scheduler:
         with trial.watched():
             plan = self.side.plan_step(output)
         self.loads += plan.loads
+        trial.num_saved += sum(len(save.hashes) for save in plan.saves)
 
     def _end(self, request: Request) -> None:
         """Its load has finished, and it ends."""
@@ -139,13 +155,35 @@ def main() -> int:
     figures = {
         "own_hit_scheduler_ms": _median_ms(trials["vLLM has it"], lambda one: one.scheduler_s),
         "own_hit_planned_ms": _median_ms(trials["vLLM has it"], lambda one: one.planned_s),
+        "own_hit_saved_blocks": statistics.median(one.num_saved for one in trials["vLLM has it"]),
         "host_hit_planned_ms": _median_ms(trials["the server has it"], lambda one: one.planned_s),
     }
     print_table(f"parts, {NUM_TOKENS} tokens", rows)
     print_table("the scheduler's thread", trial_rows)
-    result = Result("vllm.test_scheduler_side", {"tokens": NUM_TOKENS, "repeats": repeats, "bars": BARS}, rows, figures)
-    result.rows += trial_rows
+    costs = measure_steps(100 if arguments.quick else 400)
+    for kind, name in {DECODE: "decode", FILLING: "filling", PREFILL: "prefill"}.items():
+        figures |= _step_figures(name, costs[kind])
+    step_rows = rows_of(costs)
+    print_table(f"steps of {NUM_STREAMS} requests with {CONTEXT_TOKENS} tokens each", step_rows)
+    settings = {
+        "vllm": vllm.__version__,
+        "tokens": NUM_TOKENS,
+        "repeats": repeats,
+        "streams": NUM_STREAMS,
+        "context_tokens": CONTEXT_TOKENS,
+        "chunk_tokens": CHUNK_TOKENS,
+        "bars": BARS,
+    }
+    result = Result("vllm.test_scheduler_side", settings, [*rows, *trial_rows, *step_rows], figures)
     return finish(result, BARS, arguments.json)
+
+
+def _step_figures(name: str, costs: list[StepCost]) -> dict[str, float]:
+    return {
+        f"{name}_scheduler_us": round(statistics.median(one.scheduler_us for one in costs), 1),
+        f"{name}_worker_us": round(statistics.median(one.worker_us for one in costs), 1),
+        f"{name}_plan_bytes": statistics.median(one.num_bytes for one in costs),
+    }
 
 
 def measure(repeats: int) -> tuple[dict[str, float], dict[str, list[Trial]]]:
@@ -167,11 +205,28 @@ def measure(repeats: int) -> tuple[dict[str, float], dict[str, list[Trial]]]:
     return parts, trials
 
 
-@contextmanager
-def _scheduler(address: str) -> Iterator[Scheduler]:
-    client = kvtier.connect(address, layout=_LAYOUT, namespace=_FIELDS, name="bench")
+def measure_steps(num_steps: int) -> dict[str, list[StepCost]]:
+    """Prompts in chunks, then steps in which all requests decode. In half of those, four fill a block."""
+    num_pages = NUM_STREAMS * ((CONTEXT_TOKENS + num_steps) // BLOCK_TOKENS + 2)
+    with cache_server(memory="1GiB") as server, _scheduler(server.unix) as scheduler:
+        client = kvtier.connect(server.unix, layout=_LAYOUT, namespace=_FIELDS, name="bench")
+        with closing(WorkerSide(client, _identity(), 0)) as worker:
+            worker.register({"layer": torch.zeros(num_pages, 1, BLOCK_TOKENS, 2 * _LAYOUT.head_dim).half()})
+            steps = Steps(scheduler.side, worker, BLOCK_TOKENS)
+            requests = []
+            for number in range(NUM_STREAMS):
+                requests.append(_request(f"s{number}", _tokens(2000 + number)[: CONTEXT_TOKENS + number % 8]))
+                steps.add(requests[-1], CHUNK_TOKENS)
+            for _ in range(num_steps):
+                steps.decode(requests)
+                time.sleep(0.001)  # steps of a real engine take longer: its threads have time to save
+            steps.end(requests)
+    return steps.costs
+
+
+def _identity() -> Identity:
     group = Group(Reach(AttentionKind.FULL, BLOCK_TOKENS), ("layer",), "", is_latent=False, is_handed_over=False)
-    identity = Identity(
+    return Identity(
         layout=_LAYOUT,
         fields=_FIELDS,
         groups=(group,),
@@ -182,7 +237,13 @@ def _scheduler(address: str) -> Iterator[Scheduler]:
         name="bench",
         is_opaque=False,
     )
-    side = SchedulerSide(client, identity, ConnectorSettings(server=address, always_load=True), 8192, "sha256")
+
+
+@contextmanager
+def _scheduler(address: str) -> Iterator[Scheduler]:
+    client = kvtier.connect(address, layout=_LAYOUT, namespace=_FIELDS, name="bench")
+    settings = ConnectorSettings(server=address, always_load=True)
+    side = SchedulerSide(client, _identity(), settings, CHUNK_TOKENS, "sha256")
     pool = OwnPages()
     side.bind(pool)  # type: ignore[arg-type]
     with closing(side):
@@ -226,7 +287,8 @@ def _first_step(request: Request, num_computed: int, pages: list[int]) -> Schedu
     output = SchedulerOutput.make_empty()
     new = SimpleNamespace(req_id=request.request_id, num_computed_tokens=num_computed, block_ids=(pages,))
     output.scheduled_new_reqs = [new]  # type: ignore[list-item]
-    output.num_scheduled_tokens = {request.request_id: min(8192, request.num_tokens - num_computed)}
+    output.total_num_scheduled_tokens = min(CHUNK_TOKENS, request.num_tokens - num_computed)
+    output.num_scheduled_tokens = {request.request_id: output.total_num_scheduled_tokens}
     return output
 
 
@@ -241,6 +303,7 @@ def _row(name: str, trials: list[Trial]) -> dict[str, object]:
         "until planned, ms": _median_ms(trials, lambda one: one.planned_s),
         "asked": statistics.median(one.num_asked for one in trials),
         "loaded tokens": trials[0].num_loaded,
+        "saved blocks": statistics.median(one.num_saved for one in trials),
     }
 
 

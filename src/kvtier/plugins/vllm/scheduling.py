@@ -95,6 +95,7 @@ class SchedulerSide:
         self._waiting: set[str] = set()
         self._running: set[str] = set()
         self._ending: set[str] = set()
+        self._behind: set[str] = set()
         self._loads: list[PageLoad] = []
         self._idle_wait_s = _IDLE_WAIT_S
         self._stats = CacheStats()
@@ -214,19 +215,18 @@ class SchedulerSide:
         self._loads = []
         for request_id in plan.preempted:
             self._drop_saves(request_id)
-        chunks = [
-            *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),
-            *zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens, strict=True),
-        ]
-        self._running = {request_id for request_id, _ in chunks}
+        self._running = set(output.num_scheduled_tokens)
         self._idle_wait_s = _IDLE_WAIT_S
-        plan.is_idle = not chunks
+        plan.is_idle = not self._running
         self._take_pages(output)
+        self._behind |= output.scheduled_cached_reqs.resumed_req_ids
         saves: list[Save] = []
-        for request_id, num_computed in chunks:
+        for request_id, num_tokens in self._due(output):
             tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                self._plan_save(saves, tracked, num_computed + output.num_scheduled_tokens[request_id])
+            if tracked is None or self._plan_save(saves, tracked, num_tokens):
+                self._behind.discard(request_id)
+            else:
+                self._behind.add(request_id)
         plan.ended = {one for one in self._ending if self._shared is None or not self._shared.is_waiting(one)}
         self._ending -= plan.ended
         if self._shared is None:
@@ -236,9 +236,7 @@ class SchedulerSide:
             for save in saves:
                 for part in save.parts(self._piece_blocks):
                     self._shared.begin(part.request_id, part.hashes, part)
-        self._steps.note_planned(
-            [(num_computed, output.num_scheduled_tokens[request_id]) for request_id, num_computed in chunks]
-        )
+        self._steps.note_planned(output)
         return plan
 
     def note_transfers(self, output: KVConnectorOutput) -> None:
@@ -260,7 +258,7 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is not None:  # another load would fail too: compute the rest, and save what the cache lacks
                 tracked.may_load = False
-                tracked.num_saved = 0
+                self._save_again(tracked)
                 local = tracked.num_local_tokens
                 tracked.explanation = self._explainer.explain(
                     tracked.request, tracked.lookup.root, local, {}, MatchEnd.LOST, local
@@ -281,6 +279,7 @@ class SchedulerSide:
         """Forget a finished request. True if its pages are still being saved."""
         tracked = self._tracked.pop(request.request_id, None)
         self._running.discard(request.request_id)
+        self._behind.discard(request.request_id)
         if tracked is None:
             return False
         if tracked.explanation is not None:
@@ -426,22 +425,46 @@ class SchedulerSide:
             if tracked := self._tracked.get(new.req_id):
                 tracked.pages = list(new.block_ids[0])
         cached = output.scheduled_cached_reqs
-        for request_id, pages in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for request_id in cached.resumed_req_ids:
             if tracked := self._tracked.get(request_id):
-                if request_id in cached.resumed_req_ids:
-                    tracked.pages = []
-                tracked.pages += pages[0] if pages is not None else []
+                tracked.pages = []
+        for request_id, pages in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if pages is not None and (tracked := self._tracked.get(request_id)):
+                tracked.pages += pages[0]
 
-    def _plan_save(self, saves: list[Save], tracked: Tracked, num_tokens: int) -> None:
-        """Save the blocks that are full at the end of this step."""
+    def _due(self, output: SchedulerOutput) -> list[tuple[str, int]]:
+        """Requests of which this step may complete blocks to save, and their numbers of tokens after it.
+
+        These are new and resumed ones, those that reach the end of a block, and those that are behind: what they have
+        to save was not known in earlier steps. Most decodes are none of these.
+        """
+        counts, size, behind = output.num_scheduled_tokens, self._block_tokens, self._behind
+        cached = output.scheduled_cached_reqs
+        due = [(new.req_id, new.num_computed_tokens + counts[new.req_id]) for new in output.scheduled_new_reqs]
+        due += [
+            (request_id, num_computed + counts[request_id])
+            for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            if num_computed % size + counts[request_id] >= size or request_id in behind
+        ]
+        return due
+
+    def _save_again(self, tracked: Tracked) -> None:
+        """Nothing of the request may be stored: save it from its first block on."""
+        tracked.num_saved = 0
+        self._behind.add(tracked.request.request_id)
+
+    def _plan_save(self, saves: list[Save], tracked: Tracked, num_tokens: int) -> bool:
+        """Save the blocks that are full at the end of this step. False if later steps have to save some of them."""
         if not self._knows_what_is_stored(tracked):
-            return  # not yet, or not cacheable
+            return not tracked.lookup.is_cachable
         lookup, request = tracked.lookup, tracked.request
-        num_known = request.num_prompt_tokens if self._settings.store == "prompt" else request.num_tokens
+        saves_answers = self._settings.store != "prompt"
+        num_known = request.num_tokens if saves_answers else request.num_prompt_tokens
         end = min(num_tokens, num_known) // self._block_tokens
+        is_all_known = not saves_answers or num_tokens // self._block_tokens <= end
         first = tracked.num_saved
         if end <= first:
-            return
+            return is_all_known
         if len(lookup.hashes) < end:
             assert lookup.root is not None
             parent = lookup.hashes[-1] if lookup.hashes else None
@@ -449,7 +472,7 @@ class SchedulerSide:
             lookup.hashes += block_hashes(lookup.root, tokens, self._block_tokens, parent=parent)
         save = self._save_of(tracked, first, end)
         if save is None:
-            return
+            return False
         if save.hashes:
             saves.append(save)
             tracked.has_saves = True
@@ -457,6 +480,7 @@ class SchedulerSide:
         tracked.num_saved = end
         if end * self._block_tokens <= request.num_prompt_tokens:
             self._note_stored(tracked, is_asked=False)
+        return is_all_known
 
     def _knows_what_is_stored(self, tracked: Tracked) -> bool:
         """Whether the stored prefix is known, from this request's lookup or from others; if not, start a lookup."""
@@ -503,7 +527,7 @@ class SchedulerSide:
             return
         tracked.has_saves = False
         if self._shared is not None and self._shared.drop(request_id):
-            tracked.num_saved = 0
+            self._save_again(tracked)
 
     # --- explaining ---------------------------------------------------------------------------------------------------
 

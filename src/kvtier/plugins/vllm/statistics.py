@@ -46,9 +46,14 @@ class CacheStats:
         setattr(self, name, getattr(self, name) + num_tokens)
 
     def to_vllm(self) -> KvtierStats | None:
-        """None if all counts are zero."""
+        """None if all counts are zero, as in most steps."""
+        if self == _NOTHING:
+            return None
         counts = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name)}
-        return KvtierStats(data=counts) if counts else None
+        return KvtierStats(data=counts)
+
+
+_NOTHING = CacheStats()
 
 
 class KvtierStats(KVConnectorStats):

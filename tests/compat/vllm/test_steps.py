@@ -1,0 +1,227 @@
+"""What the scheduler's side plans for each step, without an engine: full blocks once, and else nothing."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.request import Request
+
+import kvtier
+from kvtier.blocks.hashing import BlockHash, block_hashes
+from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.namespace import NamespaceFields
+from kvtier.plugins.vllm.groups import Group
+from kvtier.plugins.vllm.identity import Identity
+from kvtier.plugins.vllm.plan import StepPlan
+from kvtier.plugins.vllm.scheduling import SchedulerSide
+from kvtier.plugins.vllm.settings import ConnectorSettings
+from kvtier.testing.servers import ServerProcess, cache_server
+from kvtier.transfer.reach import AttentionKind, Reach
+
+_TOKENS = 16
+_LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=16, dtype="float16", block_tokens=_TOKENS)
+_FIELDS = NamespaceFields(
+    layout=_LAYOUT, weights="none", model_config={}, quantization="", compute_dtype="float16", salt=""
+)
+_GROUP = Group(Reach(AttentionKind.FULL, _TOKENS), ("layer",), "", is_latent=False, is_handed_over=False)
+_IDENTITY = Identity(
+    layout=_LAYOUT,
+    fields=_FIELDS,
+    groups=(_GROUP,),
+    page_tokens=_TOKENS,
+    num_ranks=1,
+    num_parts=1,
+    num_pages=1,
+    name="steps",
+    is_opaque=False,
+)
+
+
+class WatchedRequest(Request):
+    """Counts how often its length is read."""
+
+    num_looks = 0
+
+    @property
+    def num_tokens(self) -> int:
+        self.num_looks += 1
+        return super().num_tokens
+
+
+@dataclass
+class Engine:
+    """Schedules as vLLM does; `lag` steps pass until the tokens of a step are known."""
+
+    side: SchedulerSide
+    lag: int = 0
+    num_pages: int = 0
+    pages: dict[str, list[int]] = field(default_factory=dict)
+    saved: dict[BlockHash, int] = field(default_factory=dict)
+    unknown: list[list[Request]] = field(default_factory=list)
+    looked_at: list[str] = field(default_factory=list)
+    """The requests whose length the last plan has read."""
+
+    def add(self, name: str, tokens: list[int]) -> WatchedRequest:
+        hasher = get_request_block_hasher(_TOKENS, sha256)
+        request = WatchedRequest(name, tokens, SamplingParams(max_tokens=1000), None, block_hasher=hasher)
+        self.side.on_new_request(request)
+        self.match(request)
+        return request
+
+    def match(self, request: Request) -> None:
+        while self.side.num_matched_tokens(request, request.num_computed_tokens) is None:
+            time.sleep(0.001)
+        self.side.note_allocated(request, ([],), 0)
+
+    def step(
+        self, counts: dict[Request, int], preempted: set[str] | None = None, resumed: set[str] | None = None
+    ) -> StepPlan:
+        output, cached = SchedulerOutput.make_empty(), CachedRequestData.make_empty()
+        for request, count in counts.items():
+            name = request.request_id
+            is_new, first = name not in self.pages, len(self.pages.get(name, ()))
+            needed = -(-(request.num_computed_tokens + count) // _TOKENS)
+            new = list(range(self.num_pages, self.num_pages + needed - first))
+            self.num_pages += len(new)
+            self.pages.setdefault(name, []).extend(new)
+            if is_new and name not in (resumed or ()):
+                output.scheduled_new_reqs.append(_new(request, new))
+                continue
+            cached.req_ids.append(name)
+            sent = self.pages[name] if name in (resumed or ()) else new
+            cached.new_block_ids.append((list(sent),) if sent else None)
+            cached.num_computed_tokens.append(request.num_computed_tokens)
+            cached.num_output_tokens.append(request.num_output_tokens)
+        cached.resumed_req_ids = resumed or set()
+        output.scheduled_cached_reqs = cached
+        output.num_scheduled_tokens = {request.request_id: count for request, count in counts.items()}
+        output.total_num_scheduled_tokens = sum(counts.values())
+        output.preempted_req_ids = preempted
+        looks = {one: one.num_looks for one in counts if isinstance(one, WatchedRequest)}
+        plan = self.side.plan_step(output)
+        self.looked_at = [one.request_id for one, before in looks.items() if one.num_looks > before]
+        for save in plan.saves:
+            for number, block_hash in enumerate(save.hashes):
+                assert block_hash not in self.saved, "a block is saved twice"
+                self.saved[block_hash] = save.pages[number]
+        self._compute(counts)
+        return plan
+
+    def _compute(self, counts: dict[Request, int]) -> None:
+        for request, count in counts.items():
+            request.num_computed_tokens += count
+        self.unknown.append([one for one in counts if one.num_computed_tokens >= one.num_prompt_tokens])
+        while len(self.unknown) > self.lag:
+            for request in self.unknown.pop(0):
+                request.append_output_token_ids(7)
+
+    def expected(self, request: Request, end: int) -> dict[BlockHash, int]:
+        """The blocks before block `end`, and their pages."""
+        hashes = block_hashes(_FIELDS.digest(), list(request.all_token_ids)[: end * _TOKENS], _TOKENS)
+        return dict(zip(hashes, self.pages[request.request_id], strict=False))
+
+
+def _new(request: Request, pages: list[int]) -> NewRequestData:
+    return NewRequestData(
+        req_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        mm_features=[],
+        sampling_params=request.sampling_params,
+        pooling_params=None,
+        block_ids=(list(pages),),
+        num_computed_tokens=request.num_computed_tokens,
+        lora_request=None,
+    )
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """Nothing is stored in it: no worker saves."""
+    with cache_server() as process:
+        yield process
+
+
+@contextmanager
+def _engine(server: ServerProcess, lag: int = 0, **settings: Any) -> Iterator[Engine]:
+    init_none_hash(sha256)
+    client = kvtier.connect(server.unix, layout=_LAYOUT, namespace=_FIELDS, name="steps", timeout_s=30)
+    chosen = ConnectorSettings(server=server.unix, match_timeout_s=30, **settings)
+    with closing(SchedulerSide(client, _IDENTITY, chosen, 64, "sha256")) as side:
+        yield Engine(side, lag)
+
+
+def _tokens(count: int, seed: int = 0) -> list[int]:
+    return [1000 * seed + number for number in range(count)]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_each_full_block_is_saved_once_when_its_tokens_are_known(server: ServerProcess, lag: int) -> None:
+    dice = random.Random(lag)
+    with _engine(server, lag) as engine:
+        requests = [engine.add(str(number), _tokens(dice.randrange(5, 90), number)) for number in range(6)]
+        for _ in range(120):
+            counts: dict[Request, int] = {}
+            for request in dice.sample(requests, dice.randrange(1, 7)):
+                left = request.num_prompt_tokens - request.num_computed_tokens
+                counts[request] = min(dice.randrange(1, 40), left) if left > 0 else 1
+            engine.step(counts)
+        for _ in range(lag + 1):  # what was not known yet is saved in the next steps
+            engine.step(dict.fromkeys((one for one in requests if one.num_computed_tokens < one.num_tokens + lag), 1))
+
+        for request in requests:
+            end = min(request.num_computed_tokens - 1 - lag, request.num_tokens) // _TOKENS
+            assert end > 2
+            assert engine.expected(request, end).items() <= engine.saved.items()
+
+
+def test_a_decode_that_fills_no_block_is_not_looked_at_and_sends_nothing(server: ServerProcess) -> None:
+    with _engine(server) as engine:
+        requests = [engine.add(str(number), _tokens(40, number)) for number in range(3)]
+        engine.step(dict.fromkeys(requests, 40))
+        assert engine.looked_at == ["0", "1", "2"]
+
+        for _ in range(7):  # tokens 40 to 46
+            plan = engine.step(dict.fromkeys(requests, 1))
+            assert not engine.looked_at
+            assert plan == StepPlan(plan.number)
+
+        assert [len(save.hashes) for save in engine.step(dict.fromkeys(requests, 1)).saves] == [1, 1, 1]
+
+
+def test_a_resumed_request_is_looked_at_in_its_first_step(server: ServerProcess) -> None:
+    """It may have lost its saves, and what it has to compute may be less than a block."""
+    with _engine(server) as engine:
+        request = engine.add("one", _tokens(40))
+        engine.step({request: 40})
+        del engine.pages["one"]
+        engine.saved.clear()  # dropped with its pages
+        engine.step({}, preempted={"one"})
+        request.num_computed_tokens = 0
+        engine.match(request)  # the server has nothing of it
+        request.num_computed_tokens = 35  # vLLM still does
+        engine.pages["one"] = [100, 101, 102]
+        engine.num_pages = 103
+
+        engine.step({request: 3}, resumed={"one"})
+
+        assert list(engine.saved) == list(engine.expected(request, 2))
+
+
+def test_answers_are_left_out_if_only_prompts_are_stored(server: ServerProcess) -> None:
+    with _engine(server, store="prompt") as engine:
+        request = engine.add("one", _tokens(40))
+        engine.step({request: 40})
+        for _ in range(40, 64):
+            engine.step({request: 1})
+
+        assert list(engine.saved) == list(engine.expected(request, 2))
