@@ -98,13 +98,20 @@ class KnownPrefixes:
     def fresh(self, root: Namespace, pages: Sequence[bytes]) -> Described | None:
         """The hashes of nearly all of `pages`, if the cache was recently known to have them."""
         found = self.find(root, pages)
-        if found is None:
+        if found is None or self._is_beyond(len(pages), found[1]):
             return None
         prefix, num_blocks = found
-        is_stored = prefix.num_stored >= num_blocks and self._clock() - prefix.asked_at < _FRESH_S
-        if not is_stored or self._is_beyond(len(pages), num_blocks):
-            return None
-        return Described(root, prefix.hashes[:num_blocks])
+        return Described(root, prefix.hashes[:num_blocks]) if self._num_fresh(found) == num_blocks else None
+
+    def num_stored(self, root: Namespace, pages: Sequence[bytes]) -> int:
+        """How many of the first blocks of `pages`, at least, the cache was recently known to have."""
+        found = self.find(root, pages)
+        return 0 if found is None else self._num_fresh(found)
+
+    def _num_fresh(self, found: tuple[KnownPrefix, int]) -> int:
+        prefix, num_blocks = found
+        is_fresh = self._clock() - prefix.asked_at < _FRESH_S
+        return min(num_blocks, prefix.num_stored) if is_fresh else 0
 
     def note_stored(self, root: Namespace, pages: Sequence[bytes], num_blocks: int, *, is_asked: bool) -> None:
         """The cache has, or is being given, the first `num_blocks` blocks. `is_asked`: it was asked for all of them."""

@@ -44,8 +44,8 @@ class Described:
 class Searched:
     """The result of a search: a lease of `blocks`, those in memory before those on disk; a load can end before `end`.
 
-    `ended` says why the match ended there. With `is_prefix`, `blocks` are consecutive from the first one on, and a load
-    can also end before any of them.
+    `ended` says why the match ended there. With `is_prefix`, `blocks` are consecutive from the first one on, a load can
+    also end before any of them, and the tier has all blocks before `stored_end`.
     """
 
     lease: Lease
@@ -53,6 +53,7 @@ class Searched:
     blocks: Sequence[BlockHash]
     ended: MatchEnd
     is_prefix: bool = False
+    stored_end: int = 0
 
 
 class Search(Protocol):
@@ -64,15 +65,23 @@ class Search(Protocol):
 
 
 class PrefixSearch:
-    """A `Search` for models whose layers all look back to the first token: a load can end after any block."""
+    """A `Search` for models whose layers all look back to the first token: a load can end after any block.
+
+    A full block in which `num_tokens` end is asked for too: it is not loaded, but if the tier has it, it need not be
+    saved.
+    """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
 
     def __call__(self, chain: Sequence[BlockHash], first: int, num_tokens: int, timeout_s: float) -> Searched:
-        wanted = chain[first : num_tokens // self._tier.layout.block_tokens]
+        block_tokens = self._tier.layout.block_tokens
+        most = max(first, min(num_tokens // block_tokens, len(chain)))
+        wanted = chain[first : -(-num_tokens // block_tokens)]
         lease = self._tier.match_lazily(wanted, timeout_s=timeout_s)
-        return Searched(lease, first + lease.num_blocks + lease.num_stored, wanted, lease.ended, is_prefix=True)
+        stored_end = first + lease.num_blocks + lease.num_stored
+        ended = MatchEnd.ALL if first < most <= stored_end else lease.ended
+        return Searched(lease, min(most, stored_end), wanted, ended, is_prefix=True, stored_end=stored_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,9 @@ class Lookup:
     blocks: Sequence[BlockHash] = ()
     """The blocks that the lease covers."""
     found_end: int = 0
-    """The block after the last hit."""
+    """The block after the last hit that can be loaded."""
+    stored_end: int = 0
+    """The tier has all blocks before this one, as far as the lookup shows."""
     ended: MatchEnd = MatchEnd.TIER_DOWN
     """Why the block at `found_end` was not a hit."""
     end: int = 0
@@ -164,7 +175,7 @@ class Lookups:
     def begin(self, lookup: Lookup, num_tokens: int, first: int = 0, to_release: Sequence[Lease] = ()) -> None:
         """Look up the full blocks from `first` on of a prompt of `num_tokens`."""
         self._lookups[lookup] = None
-        lookup.first, lookup.found_end, lookup.num_tokens = first, first, num_tokens
+        lookup.first, lookup.found_end, lookup.stored_end, lookup.num_tokens = first, first, first, num_tokens
         asks = self._decision.is_match_worth_it(first, num_tokens // self._tier.layout.block_tokens)
         lookup.asked_at = time.monotonic()
         lookup.matching = self._threads.submit(self._match, lookup, num_tokens, first, asks, to_release)
@@ -199,6 +210,7 @@ class Lookups:
         lookup.root, lookup.hashes = found.prompt.root, found.prompt.hashes
         lookup.lease, lookup.blocks = searched.lease, searched.blocks
         lookup.found_end, lookup.ended = searched.end, searched.ended
+        lookup.stored_end = max(searched.end, searched.stored_end)
         if lookup.found_end > lookup.first or searched.ended is MatchEnd.NEVER_STORED:
             self._decision.note_match(found.seconds)
         spans = self._spans(lookup.first, searched)
@@ -266,7 +278,7 @@ class Lookups:
 
     def _spans(self, first: int, searched: Searched) -> list[Span]:
         name, lease, end = self._tier.name, searched.lease, searched.end
-        in_memory = end - lease.num_stored
+        in_memory = min(end, searched.stored_end - lease.num_stored)
         if not searched.is_prefix:
             in_memory = first if lease.num_stored else end
         # For a remote server, it makes no difference where it keeps them.

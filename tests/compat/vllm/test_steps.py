@@ -58,11 +58,25 @@ class WatchedRequest(Request):
         return super().num_tokens
 
 
+class OwnPages:
+    """The part of vLLM's prefix cache that the connector uses."""
+
+    hash_block_size = _TOKENS
+
+    def __init__(self) -> None:
+        self.hashes: set[bytes] = set()
+        self.cached_block_hash_to_block: dict[bytes, object] = {}
+
+    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[object] | None:
+        return [block_hash] if block_hash in self.hashes else None
+
+
 @dataclass
 class Engine:
     """Schedules as vLLM does; `lag` steps pass until the tokens of a step are known."""
 
     side: SchedulerSide
+    own: OwnPages
     lag: int = 0
     num_pages: int = 0
     pages: dict[str, list[int]] = field(default_factory=dict)
@@ -71,9 +85,12 @@ class Engine:
     looked_at: list[str] = field(default_factory=list)
     """The requests whose length the last plan has read."""
 
-    def add(self, name: str, tokens: list[int]) -> WatchedRequest:
+    def add(self, name: str, tokens: list[int], num_own_pages: int = 0) -> WatchedRequest:
+        """Of which vLLM's own cache has some pages."""
         hasher = get_request_block_hasher(_TOKENS, sha256)
         request = WatchedRequest(name, tokens, SamplingParams(max_tokens=1000), None, block_hasher=hasher)
+        self.own.hashes = set(request.block_hashes[:num_own_pages])
+        request.num_computed_tokens = num_own_pages * _TOKENS
         self.side.on_new_request(request)
         self.match(request)
         return request
@@ -146,7 +163,7 @@ def _new(request: Request, pages: list[int]) -> NewRequestData:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    """Nothing is stored in it: no worker saves."""
+    """No worker saves anything in it."""
     with cache_server() as process:
         yield process
 
@@ -157,7 +174,9 @@ def _engine(server: ServerProcess, lag: int = 0, **settings: Any) -> Iterator[En
     client = kvtier.connect(server.unix, layout=_LAYOUT, namespace=_FIELDS, name="steps", timeout_s=30)
     chosen = ConnectorSettings(server=server.unix, match_timeout_s=30, **settings)
     with closing(SchedulerSide(client, _IDENTITY, chosen, 64, "sha256")) as side:
-        yield Engine(side, lag)
+        own = OwnPages()
+        side.bind(own)  # type: ignore[arg-type]
+        yield Engine(side, own, lag)
 
 
 def _tokens(count: int, seed: int = 0) -> list[int]:
@@ -225,3 +244,44 @@ def test_answers_are_left_out_if_only_prompts_are_stored(server: ServerProcess) 
             engine.step({request: 1})
 
         assert list(engine.saved) == list(engine.expected(request, 2))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_own_pages"), [(160, 9), (165, 10)])
+def test_what_the_server_has_been_given_is_not_saved_again_after_vllms_own_hit(
+    server: ServerProcess, num_tokens: int, num_own_pages: int
+) -> None:
+    """vLLM computes the last page of a prompt again."""
+    tokens = _tokens(num_tokens, 5)
+    with _engine(server) as engine:
+        cold = engine.add("cold", tokens)
+        engine.step({cold: num_tokens})
+        assert len(engine.saved) == 10
+        assert engine.side.finish(cold)
+
+        warm = engine.add("warm", tokens, num_own_pages)
+        plan = engine.step({warm: num_tokens - num_own_pages * _TOKENS})
+
+        assert not plan.saves
+        assert not engine.side.finish(warm), "its pages are free at once"
+
+
+def test_what_follows_vllms_own_hit_is_saved(server: ServerProcess) -> None:
+    with _engine(server) as engine:
+        cold = engine.add("cold", _tokens(160, 6))
+        engine.step({cold: 160})
+        longer = engine.add("longer", _tokens(200, 6), num_own_pages=10)
+        engine.step({longer: 40})
+
+        assert list(engine.saved) == list(engine.expected(longer, 12))
+
+
+def test_a_prompt_that_the_server_has_whole_is_not_saved_again(server: ServerProcess) -> None:
+    tokens = _tokens(64, 7)
+    hashes = block_hashes(_FIELDS.digest(), tokens, _TOKENS)
+    with kvtier.connect(server.unix, layout=_LAYOUT, namespace=_FIELDS, name="steps", timeout_s=30) as client:
+        client.set(hashes, [bytes(_LAYOUT.block_bytes)] * len(hashes))
+    with _engine(server, always_load=True) as engine:
+        request = engine.add("one", tokens)
+        engine.step({request: 64})
+
+        assert not engine.saved

@@ -53,6 +53,9 @@ class Bench:
     def is_fresh(self, tokens: Sequence[int], root: Namespace = _ROOT) -> bool:
         return self.known.fresh(root, self.pages(tokens)) is not None
 
+    def num_stored(self, tokens: Sequence[int], root: Namespace = _ROOT) -> int:
+        return self.known.num_stored(root, self.pages(tokens))
+
     def store(self, tokens: Sequence[int], num_blocks: int, *, is_asked: bool = True) -> None:
         self.known.note_stored(_ROOT, self.pages(tokens), num_blocks, is_asked=is_asked)
 
@@ -146,6 +149,22 @@ def test_what_is_not_stored_in_whole_is_not_fresh() -> None:
 
     assert not bench.is_fresh(tokens)
     assert bench.is_fresh(tokens[: 24 * _BLOCK_TOKENS])
+
+
+def test_what_is_stored_of_a_prompt_is_known_for_a_while() -> None:
+    bench, tokens = Bench(), _tokens(61)
+    bench.describe(tokens)
+    assert bench.num_stored(tokens) == 0
+
+    bench.store(tokens, 59)
+
+    assert bench.num_stored(tokens) == 59
+    assert bench.num_stored(tokens[: 40 * _BLOCK_TOKENS]) == 40
+    assert bench.num_stored(tokens[: 45 * _BLOCK_TOKENS]) == 40, "what is known ends at the last eighth page"
+    assert bench.num_stored(tokens, _OTHER_ROOT) == 0
+    assert bench.num_stored(_tokens(61, seed=1)) == 0
+    bench.now += 61
+    assert bench.num_stored(tokens) == 0
 
 
 def test_new_ends_of_a_prefix_do_not_keep_it_fresh() -> None:

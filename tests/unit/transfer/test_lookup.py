@@ -122,14 +122,33 @@ def test_there_is_no_answer_before_the_tier_has_one(bench: Bench) -> None:
     assert bench.answer(lookup) == 4
 
 
-def test_the_block_of_the_last_token_is_not_asked_for(bench: Bench) -> None:
+@pytest.mark.parametrize(("num_stored", "found_end", "stored_end"), [(3, 2, 3), (2, 2, 2), (1, 1, 1), (0, 0, 0)])
+def test_the_block_of_the_last_token_is_not_loaded_but_known_to_be_stored(
+    bench: Bench, num_stored: int, found_end: int, stored_end: int
+) -> None:
     tokens = list(range(3 * LAYOUT.block_tokens))
+    hashes = block_hashes(_ROOT, tokens, LAYOUT.block_tokens)
+    bench.tier.offer(hashes[:num_stored], payloads(hashes[:num_stored]))
     lookup = bench.prompt(tokens)
 
-    bench.found(lookup)
+    assert bench.found(lookup) == found_end
 
-    assert bench.tier.asked_blocks == [2]
-    assert len(lookup.hashes) == 3
+    assert bench.tier.asked_blocks == [3]
+    assert (lookup.end, lookup.stored_end, len(lookup.hashes)) == (found_end, stored_end, 3)
+    assert (lookup.ended is MatchEnd.ALL) == (num_stored >= 2)
+
+
+def test_a_lookup_that_begins_again_knows_nothing_of_what_is_stored(bench: Bench) -> None:
+    lookup = bench.lookup(1, 6, num_stored=4)
+    bench.found(lookup)
+    assert lookup.stored_end == 4
+    bench.tier.is_open.clear()
+
+    bench.lookups.begin_again(lookup, bench.num_tokens[lookup], 1)
+
+    assert lookup.stored_end == 1
+    bench.tier.is_open.set()
+    assert bench.answer(lookup) == 4
 
 
 def test_a_long_prompt_is_hashed_in_pieces_as_in_one() -> None:

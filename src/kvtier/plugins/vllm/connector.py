@@ -166,7 +166,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self._scheduler is not None:
-            self._scheduler.note_allocated(request, blocks.get_block_ids(), num_external_tokens)
+            tables = blocks.get_block_ids() if num_external_tokens else ()  # a list of every page of the request
+            self._scheduler.note_allocated(request, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         return {} if self._scheduler is None else self._scheduler.hit_sources(request, num_external_tokens)

@@ -38,7 +38,7 @@ class OwnCache:
             return []
         hashes = request.block_hashes
         num_pages = (request.num_tokens if num_tokens is None else num_tokens) // self._page_tokens
-        return list(hashes[: min(num_pages, len(hashes))])
+        return hashes[:num_pages]
 
     def num_tokens(self, request: Request) -> int:
         """About what its scheduler will find, by bisection: pages at the end of a prompt are evicted first."""

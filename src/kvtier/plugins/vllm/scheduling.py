@@ -385,8 +385,8 @@ class SchedulerSide:
         if not lookup.is_cachable:
             del self._tracked[request.request_id]
             return True
-        tracked.num_saved = lookup.found_end
-        self._note_for_events(tracked, lookup.first, lookup.found_end)
+        tracked.num_saved = lookup.stored_end
+        self._note_for_events(tracked, lookup.first, lookup.stored_end)
         self._note_stored(tracked, is_asked=not lookup.first and not _is_away(lookup))
         if lookup.end < lookup.found_end:
             self._stats.slower_loads += 1
@@ -493,7 +493,8 @@ class SchedulerSide:
                 self._lookups.begin(lookup, request.num_tokens)
                 return False
             lookup.root, lookup.hashes = known.root, known.hashes
-            tracked.num_saved = tracked.num_local_tokens // self._block_tokens
+            num_stored = self._known.num_stored(known.root, self._own.hashes_of(request))
+            tracked.num_saved = max(num_stored, tracked.num_local_tokens // self._block_tokens)
             return True
         if not self._take_found(tracked):
             return False
