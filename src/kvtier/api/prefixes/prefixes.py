@@ -149,16 +149,23 @@ class Prefixes:
     # --- changing ----------------------------------------------------------------------------------------------------
 
     async def pin(self, record: PrefixRecord, *, keep: bool) -> Prefix:
-        """Pin or unpin the prefix. Raises `HttpError` with the cache's own sentence if it refuses."""
+        """Pin or unpin the prefix. Raises `HttpError` with the cache's own sentence if it refuses.
+
+        If that fails, the pins are as before.
+        """
         async with self._changing:
             record = await self._current(record)
-            cache, hashes = self.cache_of(record), (await self.content(record)).hashes
+            cache, content = self.cache_of(record), await self.content(record)
+            hashes = content.hashes
             if not keep:
                 hashes = await self._own(record, hashes, among=self._pinned())
             try:
                 if hashes:
                     await self._ask(lambda: cache.pin(record.namespace_bytes, hashes, keep=keep))
                 changed = await self._in_book(lambda: self._book.change(record, is_pinned=keep))
+            except HttpError:
+                await self._restore_pins(msgspec.structs.replace(record, is_pinned=keep), content, record)
+                raise
             finally:
                 self._forget_places()
         return await self.shown(changed)
@@ -317,7 +324,7 @@ class Prefixes:
                 self._forget_places()
 
     async def _restore_pins(self, record: PrefixRecord, content: PrefixContent, before: PrefixRecord | None) -> None:
-        """Unpin the blocks of `record`, which could not be added, and pin those of `before`, which it would replace."""
+        """Unpin the blocks of `record`, which could not be stored, and pin those of `before`, which it replaces."""
         with contextlib.suppress(KvtierError, HttpError):
             await self._unpin(record, content)
         if before is None or not before.is_pinned:
@@ -371,11 +378,15 @@ class Prefixes:
         return found
 
     async def _namespaces(self) -> list[tuple[str, KnownNamespace]]:
-        """The namespaces in the models' caches, each with the model that uses it now, or its own name."""
+        """The namespaces in the models' caches, each with the models that use it now, or its own name."""
         before = asked_at, found = self._listed
         if time.monotonic() - asked_at < _LISTED_S:
             return found
-        used = {model.hello.namespace: model.name for model in self._engines.models if model.hello is not None}
+        users: dict[str, list[str]] = {}
+        for model in self._engines.models:
+            if model.hello is not None:
+                users.setdefault(model.hello.namespace, []).append(model.name)
+        used = {namespace: ", ".join(names) for namespace, names in users.items()}
         found = []
         for cache in {cache.address: cache for cache in self._caches.values()}.values():
             with contextlib.suppress(KvtierError):

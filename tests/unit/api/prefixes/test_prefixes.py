@@ -21,7 +21,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.known_namespace import KnownNamespace
 from kvtier.errors import KvtierError, RemoteProtocolError, TierRefused, TierUnavailable
-from tests.unit.api.prefixes.test_book import content_of, record_of
+from tests.unit.api.prefixes.test_book import a_full_disk, content_of, record_of
 
 
 class FakeCache(PrefixCache):
@@ -224,6 +224,23 @@ def test_a_prefix_that_cannot_be_replaced_keeps_its_pin(tmp_path: Path) -> None:
             )
         assert list(kept.book) == [before]
         assert kept.cache.pinned == pinned
+
+    with_prefixes(tmp_path, act)
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_pin_that_cannot_be_written_is_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pinned: bool
+) -> None:
+    async def act(kept: Kept) -> None:
+        record = await kept.add("handbook", is_pinned=is_pinned)
+        pinned = set(kept.cache.pinned)
+        with a_full_disk(monkeypatch, lambda name: True), pytest.raises(HttpError, match="No space left on device"):
+            await kept.prefixes.pin(record, keep=not is_pinned)
+        assert kept.cache.pinned == pinned
+        assert bool(pinned) == is_pinned
+        [now] = kept.book
+        assert now.is_pinned == is_pinned
 
     with_prefixes(tmp_path, act)
 
