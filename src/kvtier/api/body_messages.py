@@ -96,7 +96,8 @@ class BodyAsks(msgspec.Struct, frozen=True, tag=True):
 class BodyPasses(msgspec.Struct, frozen=True, tag=True):
     """A body for an engine of vLLM. `body` replaces the client's bytes; None if these are sent unchanged.
 
-    `name` is the client's name for the model, `model` its main name; `keys` are the prefix keys of its prompt.
+    `name` is the client's name for the model, `model` its main name; `keys` are the prefix keys of its prompt. It may
+    continue the response `previous`.
     """
 
     name: str
@@ -106,6 +107,7 @@ class BodyPasses(msgspec.Struct, frozen=True, tag=True):
     is_streamed: bool
     num_answers: int
     keys: list[int]
+    previous: str = ""
 
 
 class BodyLoads(msgspec.Struct, frozen=True, tag=True):

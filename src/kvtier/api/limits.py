@@ -198,5 +198,8 @@ MAX_LOST_ENGINES = 3
 MAX_PREFIX_KEYS = 512
 """Beginnings of a prompt that are looked up and recorded when an engine is picked."""
 
+MAX_PLACED_RESPONSES = 65_536
+"""Responses whose engine is recorded, so that clients can refer to them; each API key has an equal share."""
+
 MAX_REMEMBERED_PREFIXES = 131_072
 """Beginnings recorded for each engine; the least recently used are dropped."""

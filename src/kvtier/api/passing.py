@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -16,12 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvtier.api.access import ApiTenant, salt_of
-from kvtier.api.body_messages import BodyPasses
+from kvtier.api.body_messages import OPENAI_RESPONSE, BodyPasses
 from kvtier.api.http_error import HttpError
+from kvtier.api.json_body import shown
 from kvtier.api.service import Service
 from kvtier.api.streaming import ABORT, StreamedAnswer, while_connected
 from kvtier.api.vllm.exchange import Headers
-from kvtier.api.vllm.model import UpstreamAnswer, UpstreamRequest
+from kvtier.api.vllm.model import UpstreamAnswer, UpstreamRequest, VllmModel
+from kvtier.api.vllm.response_places import ResponseIdReader, ResponsePlace
 from kvtier.errors import EngineAway
 
 _BETWEEN_TWO = frozenset(
@@ -39,16 +41,19 @@ _OF_CLIENT = frozenset(
 
 _OF_ENGINE = frozenset((b"server", b"date", b"x-request-id", b"set-cookie"))
 _CROSS_ORIGIN = b"access-control-"
+_OK = 200
 _END_OF_EVENT = b"\n\n"
 _PATH_CHARACTERS = "/:@!$&'()*+,;=~"
 
 
 @dataclass(frozen=True, slots=True)
 class PassedBody:
-    """A body for vLLM: what was read from it, and its original bytes."""
+    """A body for vLLM: what was read from it, and its original bytes. With an `engine`, only that one can answer."""
 
     passes: BodyPasses
     pieces: Sequence[bytes]
+    method: str = "POST"
+    engine: str = ""
 
     @property
     def sent(self) -> Sequence[bytes]:
@@ -74,7 +79,8 @@ async def upstream_answer(
 ) -> AsyncIterator[UpstreamAnswer]:
     """A scope with an engine's answer, once its first bytes have arrived; closes it at its end.
 
-    Raises `HttpError` if the server is full, and as `VllmModel.answer`.
+    Raises `HttpError` if the server is full, or the request refers to a response that is gone, and as
+    `VllmModel.answer`.
     """
     passes = passed.passes
     model = service.vllm.get(passes.model)
@@ -86,11 +92,16 @@ async def upstream_answer(
         headers=[*headers, (b"x-request-id", own_id.encode())],
         body=passed.sent,
         keys=passes.keys,
+        method=passed.method,
         prompt_id=own_id,
     )
+    engine = passed.engine or _engine_of_previous(service, tenant, model, passes)
     with service.place(tenant, passes.num_answers, sum(map(len, passed.sent))):
         started_at = time.monotonic()
-        answer = await model.answer(request)
+        answer = await (model.answer_of(engine, request) if engine else model.answer(request))
+        if answer is None:
+            sentence = "the response is gone: the engine that had it has stopped"
+            raise HttpError(404, sentence, "response_not_found", "response_id")
         try:
             ttft_s = time.monotonic() - started_at if passes.is_streamed else None
             if ttft_s is not None:
@@ -99,6 +110,27 @@ async def upstream_answer(
             yield answer
         finally:
             answer.close()
+
+
+def _engine_of_previous(service: Service, tenant: ApiTenant, model: VllmModel, passes: BodyPasses) -> str:
+    """The engine that has the response to be continued; empty if any engine will do.
+
+    Raises `HttpError` if it is unknown. Without keys a model's only engine is asked all the same: it may have been kept
+    there since before this server started.
+    """
+    if not passes.previous:
+        return ""
+    place = service.placed_responses.find(tenant.name, passes.previous)
+    if place is not None and place.model == model.name:
+        return place.engine
+    if len(model.engines) == 1 and not service.config.keys:
+        return model.engines[0].name
+    raise unknown_response(passes.previous, "previous_response_id")
+
+
+def unknown_response(response_id: str, parameter: str = "response_id") -> HttpError:
+    sentence = f"the response {shown(response_id)} is unknown or no longer kept"
+    return HttpError(404, sentence, "response_not_found", parameter)
 
 
 class Passing:
@@ -139,12 +171,15 @@ class Passing:
         query = self._request.scope.get("query_string", b"").decode("latin-1")
         async with upstream_answer(self._service, self._tenant, self._passed, request_id, headers, query) as answer:
             self._answer = answer
+            note = self._response_noter(answer, request_id)
+            note(answer.first)
             yield b""
             end = answer.first[-len(_END_OF_EVENT) :]
             if answer.first:
                 yield answer.first
             try:
                 while piece := await answer.read():
+                    note(piece)
                     end = (end + piece)[-len(_END_OF_EVENT) :]
                     yield piece
             except EngineAway as error:
@@ -154,6 +189,23 @@ class Passing:
                     )
                 elif ABORT in self._request.scope:
                     self._request.scope[ABORT]()  # cut the connection, so that the client notices the missing end
+
+    def _response_noter(self, answer: UpstreamAnswer, request_id: str) -> Callable[[bytes], None]:
+        """Notes which engine has the response that begins with these bytes, if this answer is one."""
+        passes, service = self._passed.passes, self._service
+        model = service.vllm.get(passes.model)
+        if passes.path != OPENAI_RESPONSE or answer.status != _OK or model is None:
+            return lambda piece: None
+        reader = ResponseIdReader(is_event_stream=answer.is_event_stream)
+
+        def note(piece: bytes) -> None:
+            response_id = reader.feed(piece)
+            if response_id is not None:
+                place = ResponsePlace(model.name, answer.engine.name)
+                service.placed_responses.note(self._tenant.name, response_id, place)
+                model.note_response(answer.engine.name, request_id.rpartition("-")[2], response_id)
+
+        return note
 
     def _response_headers(self, answer: UpstreamAnswer) -> list[tuple[bytes, bytes]]:
         own = [(b"x-request-id", self._request.state.id.encode())]
@@ -187,7 +239,7 @@ def _without_connection(headers: Headers) -> Headers:
 def _error_event(path: str, error: Exception) -> bytes:
     """The end of a stream that failed, in the error form of this path."""
     sentence = str(error)
-    if path == "/v1/responses":
+    if path == OPENAI_RESPONSE or path.startswith(f"{OPENAI_RESPONSE}/"):
         document: dict[str, object] = {"type": "error", "code": "server_error", "message": sentence, "param": None}
         return b"event: error\ndata: " + msgspec.json.encode(document) + _END_OF_EVENT
     if path == "/v1/messages":

@@ -29,6 +29,7 @@ from kvtier.api.retention import RetentionRules
 from kvtier.api.token_history import TokenHistory
 from kvtier.api.tracing import NoTracing, Tracing, make_tracing
 from kvtier.api.vllm.model import VllmModels
+from kvtier.api.vllm.response_places import ResponsePlaces
 from kvtier.api.wrong_keys import WrongKeys
 from kvtier.engine.answer import Completion
 from kvtier.errors import ConfigError
@@ -57,6 +58,8 @@ class Service:
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
     wrong_keys: WrongKeys = field(default_factory=WrongKeys)
     responses: ResponseStore = field(init=False)
+    placed_responses: ResponsePlaces = field(init=False)
+    """Those that engines of vLLM have."""
     prefixes: Prefixes = field(init=False)
     is_warming_up: bool = False
     """Documents of the deployment file are being put into the cache: the server is not ready yet."""
@@ -71,6 +74,7 @@ class Service:
         self.access = Access(self.config.keys, usual)
         self.places = Places(self.config)
         self.responses = ResponseStore(len(self.config.keys))
+        self.placed_responses = ResponsePlaces(len(self.config.keys))
         self.open_bodies = OpenBodies(self.config.max_body_bytes)
         config = self.config
         caches = {model.names[0]: PrefixCache(model.cache) for model in config.models if model.cache is not None}

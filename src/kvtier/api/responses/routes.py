@@ -1,4 +1,7 @@
-"""The paths of the Responses API, for models of kvtier's own engine; bodies for vLLM are passed on unchanged."""
+"""The paths of the Responses API, for models of kvtier's own engine; what is for vLLM is passed on unchanged.
+
+Requests about a stored response go to the engine of vLLM that has it, or to kvtier's own store.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from starlette.routing import Route
 
 from kvtier.api.access import ApiTenant
 from kvtier.api.application import Application
-from kvtier.api.body_messages import OPENAI_RESPONSE, BodyAsks
+from kvtier.api.body_messages import OPENAI_RESPONSE, BodyAsks, BodyPasses
 from kvtier.api.chat.answer_blocks import AnswerBlock
 from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import shown
 from kvtier.api.limits import MAX_ID_CHARACTERS
 from kvtier.api.neutral_fields import invalid
-from kvtier.api.passing import PassedBody, Passing
+from kvtier.api.passing import PassedBody, Passing, unknown_response
 from kvtier.api.response_store import StoredResponse, TenantResponses
 from kvtier.api.responses.encoder import Keep, ResponseEncoder
 from kvtier.api.responses.history import Turn, continued
@@ -26,6 +29,7 @@ from kvtier.api.responses.record import ResponseRecord, decode_record
 from kvtier.api.responses.requests import read_response
 from kvtier.api.service import new_id
 from kvtier.api.vllm.bodies import ReadForVllm
+from kvtier.api.vllm.response_places import ResponsePlace
 
 _MAX_LISTED = 100
 _LISTED = 20
@@ -45,6 +49,7 @@ class ResponsePaths:
             Route("/v1/responses/{response_id}", self._show, methods=["GET"]),
             Route("/v1/responses/{response_id}", self._delete, methods=["DELETE"]),
             Route("/v1/responses/{response_id}/input_items", self._list_items, methods=["GET"]),
+            Route("/v1/responses/{response_id}/cancel", self._cancel, methods=["POST"]),
         ]
 
     async def _create(self, request: Request) -> Response:
@@ -76,19 +81,35 @@ class ResponsePaths:
     # --- stored responses ---------------------------------------------------------------------------------------------
 
     async def _show(self, request: Request) -> Response:
-        stored = self._find(request)
+        tenant = self._application.open(request, "req")
+        if (passed := await self._passed(request, tenant)) is not None:
+            return passed
+        stored = self._find(request, tenant)
         if request.query_params.get("stream", "").lower() in ("true", "1"):
             raise invalid("stream", "a complete response cannot be streamed: leave stream out")
         return self._application.json(request, stored.document)
 
     async def _delete(self, request: Request) -> Response:
-        stored = self._find(request)
-        self._responses(self._service.tenant(request)).delete(stored.response_id)
+        tenant = self._application.open(request, "req")
+        if (passed := await self._passed(request, tenant)) is not None:
+            return passed
+        stored = self._find(request, tenant)
+        self._responses(tenant).delete(stored.response_id)
         document = {"id": stored.response_id, "object": "response", "deleted": True}
         return self._application.json(request, msgspec.json.encode(document))
 
+    async def _cancel(self, request: Request) -> Response:
+        tenant = self._application.open(request, "req")
+        if (passed := await self._passed(request, tenant)) is not None:
+            return passed
+        self._find(request, tenant)
+        raise HttpError(400, "only responses with background: true can be cancelled", "invalid_value", "response_id")
+
     async def _list_items(self, request: Request) -> Response:
-        stored = self._find(request)
+        tenant = self._application.open(request, "req")
+        if (passed := await self._passed(request, tenant)) is not None:
+            return passed
+        stored = self._find(request, tenant)
         numbers = list(range(len(stored.items)))
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
@@ -109,13 +130,33 @@ class ResponsePaths:
         }
         return self._application.json(request, msgspec.json.encode(document))
 
-    def _find(self, request: Request) -> StoredResponse:
-        tenant = self._service.tenant(request)
+    async def _passed(self, request: Request, tenant: ApiTenant) -> Response | None:
+        """vLLM's answer about a response that one of its engines has; None for other responses."""
+        response_id = request.path_params["response_id"]
+        place = self._service.placed_responses.find(tenant.name, response_id) or self._only_place(tenant, response_id)
+        if place is None:
+            return None
+        path = request.scope["path"]
+        is_streamed = request.query_params.get("stream", "").lower() in ("true", "1")
+        passes = BodyPasses(place.model, place.model, path, None, is_streamed=is_streamed, num_answers=1, keys=[])
+        passed = PassedBody(passes, [], request.method, place.engine)
+        return await Passing(self._service, request, tenant, passed).response()
+
+    def _only_place(self, tenant: ApiTenant, response_id: str) -> ResponsePlace | None:
+        """Without keys, vLLM's only engine may have a response that it has kept since before this server started."""
+        engines = [(model, engine) for model in self._service.vllm.models for engine in model.engines]
+        if self._service.config.keys or len(engines) != 1 or len(response_id) > MAX_ID_CHARACTERS:
+            return None
+        if self._responses(tenant).find(response_id) is not None:
+            return None
+        [(model, engine)] = engines
+        return ResponsePlace(model.name, engine.name)
+
+    def _find(self, request: Request, tenant: ApiTenant) -> StoredResponse:
         response_id = request.path_params["response_id"]
         found = None if len(response_id) > MAX_ID_CHARACTERS else self._responses(tenant).find(response_id)
         if found is None:
-            sentence = f"the response {shown(response_id)} is unknown or no longer kept"
-            raise HttpError(404, sentence, "response_not_found", "response_id")
+            raise unknown_response(response_id)
         return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from kvtier.api.body_messages import BodyLoads, BodyPasses, ModelSnapshot
+from kvtier.api.body_messages import OPENAI_RESPONSE, BodyLoads, BodyPasses, ModelSnapshot
 from kvtier.api.http_error import HttpError
 from kvtier.api.limits import MAX_ANSWERS, MAX_CACHE_SALT_CHARACTERS, MAX_MESSAGES, MAX_PROMPTS
 from kvtier.api.vllm.prefix_keys import prefix_keys
@@ -113,6 +113,10 @@ def pass_on(fields: Fields, model: str, path: str, salt_of: SaltOf | None, *, bo
         if bytes(fields.get(name, b"null")) != b"null":
             sentence = f"{name} is not supported here: kvtier decides what is loaded and stored"
             raise HttpError(400, sentence, "unsupported_parameter", name)
+    previous = ""
+    if path == OPENAI_RESPONSE:
+        _check_request_id(fields, has_keys=salt_of is not None)
+        previous = text_of(fields, "previous_response_id") or ""
     own_salt = _own_salt(fields)
     salt = own_salt if salt_of is None else salt_of(own_salt)
     check_path(path, "" if salt_of is None else salt)
@@ -126,8 +130,15 @@ def pass_on(fields: Fields, model: str, path: str, salt_of: SaltOf | None, *, bo
         body=body,
         is_streamed=bytes(fields.get("stream", b"")) == b"true",
         num_answers=_num_answers(fields),
-        keys=prefix_keys(fields, salt),
+        keys=[] if previous else prefix_keys(fields, salt),  # its prompt begins with what only the engine has
+        previous=previous,
     )
+
+
+def _check_request_id(fields: Fields, *, has_keys: bool) -> None:
+    """It would be the response's id: with keys, nobody chooses an id that another key's response may have."""
+    if has_keys and bytes(fields.get("request_id", b"null")) != b"null":
+        raise HttpError(400, "request_id is not supported here: vLLM chooses it", "unsupported_parameter", "request_id")
 
 
 def _own_salt(fields: Fields) -> str:

@@ -22,6 +22,7 @@ from kvtier.api.vllm.prompt_feed import PromptFeed
 from kvtier.api.vllm.seen_prefixes import SeenPrefixes
 from kvtier.errors import AnswerFailed, EngineAway
 from kvtier.observe.metrics import ApiMetrics
+from kvtier.wire.prompt_news import prompt_id_in
 
 _AFFINITY_SLACK = 4
 """An engine with this many more requests than the least busy one is passed over, even for a prompt that it has seen."""
@@ -165,6 +166,26 @@ class VllmModel:
                 if asyncio.get_running_loop().time() > deadline:
                     raise EngineAway(f"the model {self.name} does not answer") from error
                 self._metrics.retried_requests.labels(model=self.name).inc()
+
+    async def answer_of(self, engine_name: str, request: UpstreamRequest) -> UpstreamAnswer | None:
+        """The answer of this engine and no other; None if it is gone. Raises `EngineAway` if it is hung."""
+        engine = next((one for one in self.engines if one.name == engine_name), None)
+        if engine is None or engine.hello is None:
+            return None
+        if engine.is_hung:
+            raise EngineAway(f"the engine {engine.name} does not answer")
+        try:
+            return await self._ask(engine, request)
+        except ExchangeError:
+            if engine.is_up and not await engine.is_well():
+                engine.suspect()
+            return None
+
+    def note_response(self, engine_name: str, prompt_id: str, response_id: str) -> None:
+        """An engine computes the request with this `prompt_id` as the response with this id."""
+        new_id = prompt_id_in(response_id)
+        if new_id is not None:
+            self._records[engine_name].rename(prompt_id, new_id)
 
     def _pick(self, request: UpstreamRequest) -> VllmEngine | None:
         up = [engine for engine in self.engines if engine.is_up]

@@ -82,6 +82,14 @@ class SeenPrefixes:
             self._release(prompt.end)
             prompt.end, prompt.num_kept = end, num_kept
 
+    def rename(self, prompt_id: str, new_id: str) -> None:
+        """The engine reports a prompt by another id than the one that it was noted with."""
+        prompt = self._prompts.pop(prompt_id, None)
+        if prompt is not None and new_id not in self._prompts:
+            self._prompts[new_id] = prompt
+        elif prompt is not None:
+            self._release(prompt.end)
+
     def keep_reported(self, prompt_ids: Collection[str]) -> None:
         """The engine reports these prompts and no others: what it has reported before and no longer does is gone."""
         for name, prompt in list(self._prompts.items()):

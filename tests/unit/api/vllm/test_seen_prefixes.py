@@ -141,6 +141,22 @@ def test_what_is_reported_no_more_is_gone_and_what_never_was_is_not() -> None:
     assert [record.match([key]) for key in (1, 2, 3)] == [0, 1, 1]
 
 
+def test_a_prompt_can_be_reported_by_another_id() -> None:
+    record = SeenPrefixes()
+    record.note([1, 2], "a")
+    record.note([1, 3], "b")
+    record.rename("a", "c")
+    record.rename("unknown", "d")
+    record.correct("a", 0.0)
+    assert record.match([1, 2]) == 2
+
+    record.correct("c", 0.0)
+    record.note([1, 4], "c")
+    record.rename("b", "c")  # an id that is taken: the other one is forgotten
+
+    assert [record.match([1, key]) for key in (2, 3, 4)] == [1, 1, 2]
+
+
 def test_nothing_is_left_of_prompts_that_are_gone() -> None:
     random = Random(7)
     record = SeenPrefixes(most=200)

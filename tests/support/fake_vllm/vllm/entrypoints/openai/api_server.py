@@ -12,6 +12,8 @@ It imports the standard library only, and starts in a moment. Answers are the wo
     endless     "head": headers without end; "body": an answer without end
     num_bytes   an answer of this size
 
+Responses are stored in memory, as by vLLM with its store enabled: they can be read, continued and cancelled.
+
 `/fake/requests` has what was asked, and how that ended. The environment's FAKE_VLLM (JSON)
 may have `fail`, the last words of one that cannot start, and `marks`, a folder for a file per start.
 """
@@ -28,6 +30,7 @@ import signal
 import socket
 import sys
 import time
+import uuid
 
 _ORDERS = json.loads(os.environ.get("FAKE_VLLM", "{}"))
 
@@ -38,6 +41,7 @@ class Server:
         self.names = names
         self.requests: list[dict[str, object]] = []
         self.is_well = True
+        self.responses: dict[str, dict[str, object]] = {}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError), contextlib.closing(writer):
@@ -79,7 +83,7 @@ class Server:
         if fake.get("unwell") == self.name:
             self.is_well = False
             fake["status"] = 500
-        working = asyncio.ensure_future(answer(target, document, writer))
+        working = asyncio.ensure_future(self.answered(method, target, document, writer))
         leaving = asyncio.ensure_future(reader.read(1))
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         record["ended"] = "answered" if working.done() and working.exception() is None else "aborted"
@@ -87,6 +91,32 @@ class Server:
             task.cancel()
             with contextlib.suppress(BaseException):
                 await task
+
+    async def answered(self, method, target, document, writer) -> None:
+        path = target.partition("?")[0]
+        if not path.startswith("/v1/responses") or "fake" in document:
+            await answer(target, document, writer)
+            return
+        response_id = path.removeprefix("/v1/responses").strip("/").partition("/")[0]
+        wanted = response_id or document.get("previous_response_id")
+        if wanted and wanted not in self.responses:
+            error = {"message": f"Response with id '{wanted}' not found.", "type": "invalid_request_error", "code": 404}
+            await send(writer, 404, json.dumps({"error": error}).encode())
+        elif method not in ("GET", "POST"):
+            await send(writer, 405, b'{"detail":"Method Not Allowed"}')
+        elif response_id:
+            found = self.responses[response_id]
+            found["status"] = "cancelled" if path.endswith("/cancel") else found["status"]
+            await send(writer, 200, json.dumps(found).encode())
+        else:
+            name = document.get("request_id") or f"resp_{uuid.uuid4().hex}"
+            response = {"id": name, "object": "response", "status": "completed", "output": words_of(document)}
+            self.responses[name] = response
+            if document.get("stream"):
+                created = {"response": response, "sequence_number": 0, "type": "response.created"}
+                await stream(document, {}, writer, f"event: response.created\ndata: {json.dumps(created)}\n\n".encode())
+            else:
+                await send(writer, 200, json.dumps(response).encode())
 
 
 async def send(writer: asyncio.StreamWriter, status: int, body: bytes, kind: str = "application/json") -> None:
@@ -156,10 +186,12 @@ def whole(document: dict) -> dict:
     return {"id": "fake", "object": "answer", "model": document.get("model"), "choices": [choice], "usage": usage}
 
 
-async def stream(document: dict, fake: dict, writer: asyncio.StreamWriter) -> None:
+async def stream(document: dict, fake: dict, writer: asyncio.StreamWriter, first: bytes = b"") -> None:
     writer.write(
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
     )
+    if first:
+        await chunk(writer, first)
     words = words_of(document)
     is_chat = "messages" in document
     if document.get("tools"):
