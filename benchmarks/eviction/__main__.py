@@ -2,19 +2,22 @@
 
     python -m benchmarks.eviction [--quick] [--json FILE] [--traces FOLDER] [--trace NAME] [--sizes 1000,2000]
 
-LRU and ours, the adaptive policy, run in the real pool; S3-FIFO, ARC and a clairvoyant cache are plain ones
-(`baselines`). Hits are the leading resident blocks of 512 tokens, at most the prompt's tokens, over all prompt tokens.
-Beside the recorded traces there are some that are made up here (`synthetic`); `--quick` has those alone, shorter ones.
-One more (`held_out`) was not used for any choice of the policy.
-`agentic_N` is ours on the agents' trace with N blocks, `lru_off` the largest difference between our LRU and what
-another program measured on the same trace. Ends with status 1 when a figure misses its bar. No figure depends on how
-fast or busy the machine is.
+`--jobs` replays run at the same time, by default as many as there are cores. LRU and ours, the adaptive policy, run in
+the real pool; S3-FIFO, ARC and a clairvoyant cache are plain ones (`baselines`). Hits are the leading resident blocks
+of 512 tokens, at most the prompt's tokens, over all prompt tokens. Beside the recorded traces there are some that are
+made up here (`synthetic`); `--quick` has those alone, shorter ones. One more (`held_out`) was not used for any choice
+of the policy. `agentic_N` is ours on the agents' trace with N blocks, `lru_off` the largest difference between our LRU
+and what another program measured on the same trace. Ends with status 1 when a figure misses its bar. No figure depends
+on how fast or busy the machine is.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from benchmarks.eviction.baselines import Arc, Clairvoyant, S3Fifo, hit_rate
@@ -67,20 +70,29 @@ def main() -> int:
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), help="where recorded traces are")
     parser.add_argument("--trace", action="append", choices=(*TRACES, MADE_UP, HELD_OUT), help="only this one")
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="replays at the same time  [default: cores]")
     options, arguments = read_options(parser, ())
     sizes = arguments.sizes or (QUICK_SIZES if options.quick else SIZES)
     names = arguments.trace or ((MADE_UP,) if options.quick else (*TRACES, MADE_UP, HELD_OUT))
     tables: Tables = {}
     result = Result("eviction", {"sizes": sizes, "traces": list(names)})
-    for name in names:
-        for each, requests in _traces(name, arguments.traces, is_quick=options.quick).items():
-            tables[each] = {policy: [rate(requests, size) for size in sizes] for policy, rate in POLICIES.items()}
-            result.rows += _rows(each, tables[each], sizes)
-            console.print(f"{each}: done")
+    with ProcessPoolExecutor(arguments.jobs) as jobs:
+        for name in names:
+            for each, requests in _traces(name, arguments.traces, is_quick=options.quick).items():
+                tables[each] = {}
+                for policy in POLICIES:
+                    rate = functools.partial(_rate, policy, requests)
+                    tables[each][policy] = list(jobs.map(rate, sizes))
+                result.rows += _rows(each, tables[each], sizes)
+                console.print(f"{each}: done")
     print_table("share of prompt tokens that hit", result.rows)
     result.figures = _figures(tables, sizes)
     is_all = not (options.quick or arguments.trace or arguments.sizes)
     return finish(result, BARS if is_all else {bar: BARS[bar] for bar in BARS if bar in result.figures}, options.json)
+
+
+def _rate(policy: str, requests: Requests, size: int) -> float:
+    return POLICIES[policy](requests, size)
 
 
 def _traces(name: str, folder: Path, *, is_quick: bool) -> dict[str, list[TracedRequest]]:

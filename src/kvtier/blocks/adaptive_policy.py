@@ -10,33 +10,27 @@ blocks that continue a prompt inherit the history of what they continue; those t
 without one. New blocks that are worth less than every candidate are declined, except for the first block of a run that
 a match can reach: no match can reach blocks behind a gap.
 
-`Duel` simulates LRU beside it, run by run. While LRU is ahead, the oldest run is evicted and nothing is declined.
+`Duel` compares it with LRU, run by run. While LRU rules, the oldest run is evicted and nothing is declined.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeVar
 
+from kvtier.blocks.candidates import ONE_USE_S, Candidates
 from kvtier.blocks.duel import Duel
 from kvtier.blocks.hashing import BlockHash
-from kvtier.blocks.reuse_model import FIRST_S, NUM_BUCKETS, NUM_CLASSES, ReuseModel, class_of
+from kvtier.blocks.reuse_model import ReuseModel, class_of
 from kvtier.blocks.run import Run, Scoped
+from kvtier.blocks.shadows import pops_of_one
 from kvtier.blocks.share import Share
 
 _RUN = operator.attrgetter("run")
-_POPS_OF_ONE = 16
-_POPS_SHARE = 256
-"""So many blocks, or one part in this many of the pool, leave one run before candidates are compared again."""
-_NUM_SAMPLED = 16
-_NUM_ADDED = 4
-_NUM_KEPT = 8
-"""So many of the best candidates meet so many new ones in the next comparison, if it follows at once."""
 _CAPACITY_WINDOW = 8
 """In capacities: blocks placed before the capacity is taken to have shrunk."""
 _REST_S = 30.0
@@ -45,8 +39,6 @@ prompt is stored in batches."""
 _GHOSTS_PER_RUN = 4
 _MIN_GHOSTS = 64
 _MAX_EXPECTED = 1024
-_ONE_USE_S = 0.05
-"""Uses closer together than this count as one: the model does not resolve shorter gaps."""
 
 
 class RunBlock(Protocol):
@@ -63,9 +55,6 @@ class RunBlock(Protocol):
 
 
 _Block = TypeVar("_Block", bound=RunBlock)
-_Candidate: TypeAlias = tuple[float, float, int, Run[_Block]]
-"""A run's worth, its last use, and a number that no other candidate has, so that candidates can be sorted."""
-_frexp = math.frexp
 
 
 class AdaptivePolicy(Generic[_Block]):
@@ -77,19 +66,15 @@ class AdaptivePolicy(Generic[_Block]):
         self._declines = declines
         self._clock = clock
         self._model = ReuseModel()
-        self._duel = Duel()
-        self._runs: list[Run[_Block]] = []
-        self._classes: list[OrderedDict[Run[_Block], None]] = [OrderedDict() for _ in range(NUM_CLASSES)]
+        self._candidates: Candidates[_Block] = Candidates(self._model)
+        self._duel = Duel(self._candidates, clock, declines=declines)
         self._ghosts: OrderedDict[int, Run[_Block]] = OrderedDict()
         self._expected: OrderedDict[int, Run[_Block] | None] = OrderedDict()
         self._num_live = 0
         self._capacity = 0
         self._peak = 0
         self._num_placed = 0
-        self._seed = 1
-        self._best: list[_Candidate[_Block]] = []
-        self._compared_at = -math.inf
-        self._num_compared = 0
+        self._num_uses = 0
         self._victim: Run[_Block] | None = None
         self._weighed_for: Run[_Block] | None = None
         self._num_left = 0
@@ -145,8 +130,11 @@ class AdaptivePolicy(Generic[_Block]):
                 end += 1
             self._place_stretch(old, blocks[first:end], made, now, is_use)  # type: ignore[arg-type]
             first = end
-        for run, of_lru in reversed(made):
-            self._duel.use(run, of_lru, self._capacity)
+        for run, _ in reversed(made):
+            self._num_uses += 1
+            run.order = self._num_uses
+            self._candidates.add(run)
+        self._duel.use(made, self._capacity)
 
     def remove(self, block: _Block) -> None:
         self._remove(block.run, 1)  # type: ignore[arg-type]
@@ -193,7 +181,7 @@ class AdaptivePolicy(Generic[_Block]):
             of_lru = max(of_lru, old.num_wanted)  # LRU declines nothing
             run.is_tail = True
         else:
-            if is_use and now - old.used_at >= _ONE_USE_S:
+            if is_use and now - old.used_at >= ONE_USE_S:
                 self._duel.hit(old, len(blocks))
                 run = self._reused(old, now)
             else:
@@ -212,7 +200,6 @@ class AdaptivePolicy(Generic[_Block]):
             if before is not None:
                 before.is_tail = False
             run.used_at = used_at
-            self._list(run)
             made.append((run, of_lru))
         if run is not old:
             for block in blocks:
@@ -245,11 +232,11 @@ class AdaptivePolicy(Generic[_Block]):
     ) -> list[_Block]:
         run = self._victim
         is_weighed = newcomer is None or newcomer is self._weighed_for
-        if run is None or not self._num_left or run.place is None or not is_weighed:
+        if run is None or not self._num_left or run not in self._candidates or not is_weighed:
             found = self._choose(newcomer)
             if found is None:
                 return []
-            run, self._num_left = found, max(_POPS_OF_ONE, self._capacity // _POPS_SHARE)
+            run, self._num_left = found, pops_of_one(self._capacity)
             self._victim, self._weighed_for = run, newcomer
         popped = self._pop(run, min(count, self._num_left))
         self._num_left -= len(popped)
@@ -257,17 +244,15 @@ class AdaptivePolicy(Generic[_Block]):
 
     def pop_oldest(self) -> _Block | None:
         """The victim that LRU would choose, run by run."""
-        oldest = [next(iter(runs)) for runs in self._classes if runs]
-        return self._pop(min(oldest, key=_used_at), 1)[0] if oldest else None
+        return self._pop(self._candidates.oldest(), 1)[0] if len(self._candidates) else None
 
     def put_back(self, blocks: Sequence[_Block]) -> None:
         for block in reversed(blocks):
             run = block.run
             assert run is not None
-            if run.place is None:
+            if run not in self._candidates:
                 self._ghosts.pop(hash(block.hash) ^ block.index.scope, None)
-                self._list(run)  # type: ignore[arg-type]
-                self._classes[run.gap_class].move_to_end(run, last=False)  # type: ignore[arg-type]
+                self._candidates.add(run, is_newest=False)  # type: ignore[arg-type]
             run.blocks.append(block)
             run.num_live += 1
             run.size += 1
@@ -280,7 +265,7 @@ class AdaptivePolicy(Generic[_Block]):
         """Approximately the blocks evicted next, run by run in the order of their worths now."""
         found: list[_Block] = []
         now = self._clock()
-        runs = sorted(self._runs, key=lambda run: (self._worth(run, now), run.used_at)) if self._runs else []
+        runs = sorted(self._candidates.runs, key=lambda run: (self._worth(run, now), run.order))
         for run in runs:
             for block in reversed(run.blocks):
                 if len(found) >= count:
@@ -293,51 +278,16 @@ class AdaptivePolicy(Generic[_Block]):
         return self._num_live
 
     def _choose(self, newcomer: Run[_Block] | None) -> Run[_Block] | None:
-        if not self._runs:
+        if not len(self._candidates):
             return None
         if self._duel.lru_rules:
-            return min((next(iter(runs)) for runs in self._classes if runs), key=_used_at)
+            return self._candidates.oldest()
         now = self._clock()
-        worth, _, _, found = self._compare(now)
+        worth, _, _, found = self._candidates.compare(now)
         if newcomer is not None and self._declines and self._is_declined(newcomer, worth, now):
             newcomer.is_declined = True
             return None
         return found
-
-    def _compare(self, now: float) -> _Candidate[_Block]:
-        """The candidate of least worth; of several, the oldest.
-
-        Evictions for one prompt compare again and again. Meanwhile worths stay the same and no runs are added: the best
-        candidates of the last comparison stay, too, and only a few new ones are sampled.
-        """
-        best, runs = self._best, self._runs
-        if best and 0 <= now - self._compared_at < _ONE_USE_S:
-            num_sampled = _NUM_ADDED
-            added: list[Run[_Block]] = []
-            while best and best[0][3].place is None:
-                gone = best.pop(0)[3]
-                added += itertools.islice(self._classes[gone.gap_class], 1)
-        else:
-            num_sampled = _NUM_SAMPLED
-            self._compared_at = now
-            best.clear()
-            added = [next(iter(of_class)) for of_class in self._classes if of_class]
-        seed, num_runs = self._seed, len(runs)
-        for _ in range(num_sampled):
-            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-            added.append(runs[(seed >> 8) % num_runs])
-        self._seed = seed
-        worths_of = self._model.worths_of
-        for run in added:
-            used_at: float = run.used_at  # type: ignore[assignment]
-            bucket = _frexp((now - used_at) / FIRST_S)[1]  # inlined from `bucket_of`: called for every candidate
-            worths = worths_of(run.gap_class)
-            worth = worths[bucket if 0 <= bucket < NUM_BUCKETS else 0 if bucket < 0 else NUM_BUCKETS - 1]
-            self._num_compared += 1
-            best.append((worth, used_at, self._num_compared, run))
-        best.sort()
-        del best[_NUM_KEPT:]
-        return best[0]
 
     def _is_declined(self, newcomer: Run[_Block], worth: float, now: float) -> bool:
         if not newcomer.is_reachable and now - self._declined_at < _REST_S:
@@ -378,35 +328,21 @@ class AdaptivePolicy(Generic[_Block]):
     def _keep_ghost(self, run: Run[_Block], key: int) -> None:
         ghosts = self._ghosts
         ghosts[key] = run
-        most = max(_MIN_GHOSTS, min(_GHOSTS_PER_RUN * len(self._runs), self._capacity // 2))
+        most = max(_MIN_GHOSTS, min(_GHOSTS_PER_RUN * len(self._candidates), self._capacity // 2))
         while len(ghosts) > most:
             _, forgotten = ghosts.popitem(last=False)
             assert forgotten.used_at is not None
             self._model.given_up(forgotten.gap_class, self._clock() - forgotten.used_at)
 
-    # --- the runs that have blocks ---------------------------------------------------------------------------------
-
-    def _list(self, run: Run[_Block]) -> None:
-        self._best.clear()
-        run.place = len(self._runs)
-        self._runs.append(run)
-        self._classes[run.gap_class][run] = None
-
     def _unlist(self, run: Run[_Block]) -> None:
-        assert run.place is not None
-        last = self._runs.pop()
-        if last is not run:
-            self._runs[run.place] = last
-            last.place = run.place
-        run.place = None
+        self._candidates.remove(run)
         run.blocks = []  # blocks in use get another run later
-        del self._classes[run.gap_class][run]
 
 
 def _after(run: Run[_Block], now: float) -> Run[_Block]:
     """An empty run with the history of `run` and the gap since its last use."""
     assert run.used_at is not None
-    log2_gap = math.log2(max(now - run.used_at, _ONE_USE_S))
+    log2_gap = math.log2(max(now - run.used_at, ONE_USE_S))
     if run.log2_gap is not None:
         log2_gap = (log2_gap + run.log2_gap) / 2
     return Run(class_of(log2_gap), log2_gap)
@@ -414,8 +350,3 @@ def _after(run: Run[_Block], now: float) -> Run[_Block]:
 
 def _is_listed(block: RunBlock) -> bool:
     return not block.num_refs and not block.kept
-
-
-def _used_at(run: Run[_Block]) -> float:
-    assert run.used_at is not None
-    return run.used_at

@@ -1,91 +1,142 @@
-"""Compares LRU with another policy: which of them would have had more recent hits, run by run, without any blocks."""
+"""LRU against another policy: one of them rules, and what the other would have kept is simulated beside it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvtier.blocks.candidates import Candidates
 from kvtier.blocks.run import Run
+from kvtier.blocks.shadows import LruShadow, Shadow, WorthShadow
 
 _WINDOW = 64
-_MIN_WAIT, _MAX_WAIT = 2, 64
-"""In capacities of requested blocks: how far back the record reaches, and how long LRU rules at a time."""
-_AHEAD = 0.002
+"""In capacities of requested blocks: how far back the record reaches."""
 _MIN_CAPACITY = 128
+_AHEAD = 0.002
+_DEVIATIONS = 2.0
 
 
 class Duel:
-    """Keeps the runs that LRU would have, with the blocks it would have of each. A run loses its end first.
+    """`lru_rules` at first. The policy that does not rule has a shadow: counts of blocks by run, but no blocks.
 
-    `lru_rules` at first, until two capacities of blocks were requested, while the other policy learns. Later LRU takes
-    over when it leads by more than a fifth of a percent of the requested blocks plus the largest change by one prompt,
-    and rules until the other policy is due for another try. A try that fails doubles the wait for the next one; a try
-    that gets ahead of LRU resets the wait. So a policy that is worse than LRU costs less and less.
+    The other policy takes over from LRU once its shadow leads in hits by more than chance explains: two standard
+    deviations of the changes that prompts made, and more than a fifth of a percent of the requested blocks plus the
+    largest such change. LRU, whose shadow is never given up, takes over again when its lead reaches the latter. So in
+    traffic that is too short to tell them apart, LRU rules.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, candidates: Candidates[Any], clock: Callable[[], float], *, declines: bool) -> None:
         self.lru_rules = True
-        self._runs: OrderedDict[Run[Any], None] = OrderedDict()
-        self._num_blocks = 0
-        self._capacity = _MIN_CAPACITY
-        self._lead = 0.0
-        self._largest = 0.0
+        self._candidates = candidates
+        self._clock = clock
+        self._declines = declines
+        self._lru = _Contender(LruShadow())
+        self._other: _Contender | None = self._made_other()
+        self._num_hits = 0
+        self._num_asked = 0
         self._seen = 0.0
-        self._wait = _MIN_WAIT
-        self._waited = 0
+        self._largest = 0.0
+        self._variance = 0.0
 
     def hit(self, run: Run[Any], count: int) -> None:
-        """`count` blocks of `run` were hits; the record tells how many of them LRU would have had."""
-        of_lru = min(run.lru_size, count)
-        self._take(run, of_lru)
-        self._count(of_lru - count, count)
+        """The next `count` blocks of a prompt, those of `run`, were hits."""
+        self._num_hits += count
+        self._num_asked += count
+        self._lru.hit(run, count)
+        if self._other is not None:
+            self._other.hit(run, count)
+
+    def missed(self, run: Run[Any] | None, count: int) -> None:
+        """The last `count` blocks of a prompt were misses. If they continue `run`, its end may have been evicted."""
+        self._num_asked += count
+        if run is not None:
+            self._lru.missed(run, count)
+            if self._other is not None:
+                self._other.missed(run, count)
 
     def moved(self, run: Run[Any], count: int) -> None:
         """`count` blocks of `run` move to another run without having been requested."""
-        self._take(run, min(run.lru_size, count))
+        self._lru.carry(run, count)
+        if self._other is not None:
+            self._other.carry(run, count)
 
-    def missed(self, run: Run[Any] | None, count: int) -> None:
-        """`count` blocks that continue `run` were misses, for instance because the run's end was evicted."""
-        of_lru = 0 if run is None else max(0, min(run.lru_size - run.size, count))
-        if run is not None:
-            self._take(run, of_lru)
-        self._count(of_lru, count)
+    def use(self, runs: Sequence[tuple[Run[Any], int]], capacity: int) -> None:
+        """These runs are now a prompt, the newest one, with so many blocks each, stored or not. Decides who rules."""
+        now = self._clock()
+        self._lru.use(runs, capacity, now)
+        if self._other is not None:
+            self._other.use(runs, capacity, now)
+        if self._num_asked:
+            self._settle(capacity)
 
-    def use(self, run: Run[Any], count: int, capacity: int) -> None:
-        """LRU would have `count` more blocks in `run`, now the newest, and would evict the oldest for them."""
-        runs = self._runs
-        self._capacity = max(capacity, _MIN_CAPACITY)
-        run.lru_size += count
-        runs[run] = None
-        runs.move_to_end(run)
-        self._num_blocks += count
-        while self._num_blocks > capacity and runs:
-            oldest = next(iter(runs))
-            self._take(oldest, min(oldest.lru_size, self._num_blocks - capacity))
-
-    def _take(self, run: Run[Any], count: int) -> None:
-        run.lru_size -= count
-        self._num_blocks -= count
-        if not run.lru_size:
-            self._runs.pop(run, None)
-
-    def _count(self, lead: int, count: int) -> None:
-        self._seen += count
-        self._largest = max(self._largest, abs(lead))
+    def _settle(self, capacity: int) -> None:
+        self._seen += self._num_asked
+        of_lru = self._lru.gain_over(self._num_hits)
+        of_other = None if self._other is None else self._other.gain_over(self._num_hits)
+        self._num_asked = self._num_hits = 0
+        change = of_lru if of_other is None else of_other
+        self._largest = max(self._largest, abs(change))
+        self._variance += change * change
         limit = _AHEAD * self._seen + self._largest
-        if self.lru_rules:
-            self._waited += count
-            if self._waited > self._wait * self._capacity:
-                self.lru_rules = False
-                self._lead = limit / 2
-            return
-        self._lead += lead
-        if self._lead > limit:
-            self.lru_rules, self._waited = True, 0
-            self._wait = min(2 * self._wait, _MAX_WAIT)
-        elif self._lead < 0:
-            self._wait = _MIN_WAIT
-        if self._seen > _WINDOW * self._capacity:
+        if self._other is None:
+            self._lru.lead += change
+            if self._lru.lead > limit:
+                self.lru_rules, self._other = True, self._made_other()
+        else:
+            self._other.lead = max(0.0, self._other.lead + change)
+            if self._other.lead > max(limit, _DEVIATIONS * self._variance**0.5):
+                self.lru_rules, self._other = False, None
+                self._lru.lead = limit / 2
+        if self._seen > _WINDOW * max(capacity, _MIN_CAPACITY):
             self._seen /= 2
-            self._lead /= 2
             self._largest /= 2
+            self._variance /= 2
+            self._lru.lead /= 2
+
+    def _made_other(self) -> _Contender:
+        """A shadow of the policy that has ruled so far: it has what is cached."""
+        shadow = WorthShadow(self._candidates.model, declines=self._declines)
+        for run in self._candidates.runs:
+            shadow.add(run, run.num_live)
+        return _Contender(shadow)
+
+
+class _Contender:
+    """A shadow, its hits since they were last compared, and its `lead` over the cache."""
+
+    def __init__(self, shadow: Shadow) -> None:
+        self.lead = 0.0
+        self._shadow = shadow
+        self._num_hits = 0
+        self._num_behind = 0
+        self._num_carried = 0
+        self._has_gap = False
+
+    def hit(self, run: Run[Any], count: int) -> None:
+        taken = self._shadow.take(run, count)
+        self._num_carried += taken
+        if not self._has_gap:  # no match gets past blocks that the shadow lacks
+            self._num_hits += taken
+        self._has_gap |= taken < count
+
+    def missed(self, run: Run[Any], count: int) -> None:
+        taken = self._shadow.take(run, max(0, min(self._shadow.size_of(run) - run.size, count)))
+        self._num_carried += taken
+        self._num_behind += taken
+
+    def carry(self, run: Run[Any], count: int) -> None:
+        self._num_carried += self._shadow.take(run, count)
+
+    def use(self, runs: Sequence[tuple[Run[Any], int]], capacity: int, now: float) -> None:
+        num_new = max(0, sum(count for _, count in runs) - self._num_carried)
+        for run, count in reversed(runs):
+            self._shadow.use(run, count, min(num_new, count), capacity, now)
+            num_new -= min(num_new, count)
+        self._num_carried = 0
+
+    def gain_over(self, num_hits: int) -> int:
+        """How many more hits it had than the cache."""
+        gain = self._num_hits + (0 if self._has_gap else self._num_behind) - num_hits
+        self._num_hits = self._num_behind = 0
+        self._has_gap = False
+        return gain

@@ -20,11 +20,11 @@ class Scoped(Protocol):
 class Run(Generic[Item]):
     """`blocks` are in prompt order; some of them may have moved to a later run, or be in use.
 
-    `num_live` of them may be evicted. `size` counts those not evicted since the run was made, `lru_size` those that
-    LRU would still have, `num_wanted` those to be stored at first. `used_at` is None until the run is first used;
-    `log2_gap` is a moving average of the logarithms of its gaps, None before the first gap. A run that `is_tail` ended
-    its prompt: blocks stored behind it continue that prompt. New blocks are `is_reachable` if the blocks before them
-    are known to be cached, and `is_declined` if the policy refused them room.
+    `num_live` of them may be evicted. `size` counts those not evicted since the run was made, `num_wanted` those to be
+    stored at first. `used_at` is None until the run is first used; `order` is smaller for runs used earlier, and for
+    the later ones of those used at once. `log2_gap` is a moving average of the logarithms of its gaps, None before the
+    first gap. A run that `is_tail` ended its prompt: blocks stored behind it continue that prompt. New blocks are
+    `is_reachable` if the blocks before them are known to be cached, and `is_declined` if the policy refused them room.
     """
 
     __slots__ = (
@@ -34,10 +34,9 @@ class Run(Generic[Item]):
         "is_reachable",
         "is_tail",
         "log2_gap",
-        "lru_size",
         "num_live",
         "num_wanted",
-        "place",
+        "order",
         "size",
         "used_at",
     )
@@ -47,11 +46,10 @@ class Run(Generic[Item]):
         self.num_live = 0
         self.num_wanted = 0
         self.size = 0
-        self.lru_size = 0
         self.used_at: float | None = None
+        self.order = 0
         self.log2_gap = log2_gap
         self.gap_class = gap_class
         self.is_tail = False
         self.is_reachable = False
         self.is_declined = False
-        self.place: int | None = None

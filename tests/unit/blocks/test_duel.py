@@ -1,140 +1,160 @@
-"""LRU's record, and who rules."""
+"""Who rules: LRU, or the policy that is simulated beside it."""
 
 from __future__ import annotations
 
-import itertools
-
+from kvtier.blocks.candidates import Candidates
 from kvtier.blocks.duel import Duel
+from kvtier.blocks.reuse_model import ReuseModel
 from kvtier.blocks.run import Run
 
 CAPACITY = 1000
 
 
-def a_duel() -> Duel:
-    """A duel in which the other policy has had its time to learn."""
-    duel = Duel()
-    asked_until_the_other_is_tried(duel)
-    return duel
+class Traffic:
+    """A duel, and prompts of ten blocks of which each side is told to have had some."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.cached: Candidates[object] = Candidates(ReuseModel())
+        self.duel = Duel(self.cached, lambda: self.now_s, declines=True)
+
+    def run(self, count: int = 10) -> Run[object]:
+        """A run that was just used, and that both have."""
+        run: Run[object] = Run()
+        self.now_s += 1.0
+        run.used_at = self.now_s
+        self.duel.use([(run, count)], CAPACITY)
+        return run
+
+    def kept_by_the_shadow_only(self) -> None:
+        """A prompt that the cache evicted."""
+        run = self.run()
+        run.size = 0
+        self.duel.missed(run, 10)
+        self.run(0)
+
+    def kept_by_the_cache_only(self) -> None:
+        """A prompt that is no run of any shadow."""
+        self.duel.hit(Run(), 10)
+        self.run(0)
+
+    def kept_by_both(self) -> None:
+        self.duel.hit(self.run(), 10)
+        self.run(0)
+
+    def missed_by_both(self) -> None:
+        self.duel.missed(None, 10)
+        self.run(0)
+
+    def until_the_other_rules(self) -> int:
+        return self._until(lru_rules=False)
+
+    def until_lru_rules(self) -> int:
+        return self._until(lru_rules=True)
+
+    def _until(self, *, lru_rules: bool) -> int:
+        """How many prompts that only the shadow had it takes."""
+        for count in range(1000):
+            if self.duel.lru_rules is lru_rules:
+                return count
+            self.kept_by_the_shadow_only()
+        raise AssertionError("the shadow was ahead all the time and does not rule")
 
 
-def a_run(duel: Duel, count: int, capacity: int = CAPACITY) -> Run[object]:
-    """A run that was just used."""
-    run: Run[object] = Run()
-    duel.use(run, count, capacity)
-    return run
+def test_lru_rules_until_the_other_would_have_had_more_hits() -> None:
+    traffic = Traffic()
+    for _ in range(500):
+        traffic.missed_by_both()
+        traffic.kept_by_both()
+        assert traffic.duel.lru_rules
+
+    assert 0 < traffic.until_the_other_rules() < 20
 
 
-def lost_by_the_other(duel: Duel, count: int) -> None:
-    """A prompt that LRU would have had, and the other policy did not keep."""
-    duel.missed(a_run(duel, count), count)
+def test_prompts_that_now_one_side_has_and_now_the_other_decide_nothing() -> None:
+    traffic = Traffic()
+    for turn in range(1000):
+        (traffic.kept_by_the_shadow_only, traffic.kept_by_the_cache_only)[turn % 2]()
+        assert traffic.duel.lru_rules
 
 
-def missed_by_both(duel: Duel, count: int) -> None:
-    duel.missed(None, count)
-    a_run(duel, count)
+def test_neither_takes_over_for_one_prompt() -> None:
+    traffic = Traffic()
+    run = traffic.run(500)
+    traffic.duel.missed(run, 500)
+    traffic.run(0)
+
+    assert traffic.duel.lru_rules
+
+    traffic = Traffic()
+    traffic.until_the_other_rules()
+    for _ in range(500):
+        traffic.kept_by_both()
+    run = traffic.run(500)
+    traffic.duel.missed(run, 500)
+    traffic.run(0)
+
+    assert not traffic.duel.lru_rules
 
 
-def until_lru_rules(duel: Duel) -> None:
-    for _ in range(10_000):
-        if duel.lru_rules:
-            return
-        lost_by_the_other(duel, 10)
-    raise AssertionError("LRU was ahead all the time and does not rule")
+def test_lru_takes_over_again_once_it_had_more_hits() -> None:
+    traffic = Traffic()
+    traffic.until_the_other_rules()
+
+    assert 0 < traffic.until_lru_rules() < 20
 
 
-def asked_until_the_other_is_tried(duel: Duel) -> int:
-    """How many blocks were asked for until then."""
-    count = 0
-    while duel.lru_rules:
-        missed_by_both(duel, 10)
-        count += 10
-    return count
+def test_the_other_keeps_ruling_while_it_has_as_many_hits() -> None:
+    traffic = Traffic()
+    traffic.until_the_other_rules()
+    for _ in range(1000):
+        traffic.kept_by_both()
+        traffic.missed_by_both()
+
+    assert not traffic.duel.lru_rules
 
 
-def test_the_oldest_run_loses_blocks_when_there_is_no_room() -> None:
-    duel = Duel()
-    old, middle = a_run(duel, 600), a_run(duel, 400)
-    new = a_run(duel, 700)
+def test_a_deficit_of_the_past_does_not_keep_the_other_from_a_try() -> None:
+    traffic = Traffic()
+    for _ in range(200):
+        traffic.kept_by_the_cache_only()
 
-    assert (old.lru_size, middle.lru_size, new.lru_size) == (0, 300, 700)
-
-
-def test_a_run_that_is_used_again_is_the_last_to_lose_blocks() -> None:
-    duel = Duel()
-    old, other = a_run(duel, 500), a_run(duel, 500)
-    duel.hit(old, 500)
-    again = a_run(duel, 500)
-    a_run(duel, 400)
-
-    assert (old.lru_size, other.lru_size, again.lru_size) == (0, 100, 500)
+    assert 0 < traffic.until_the_other_rules() < 40
 
 
-def test_the_record_shrinks_with_the_room() -> None:
-    duel = Duel()
-    old, new = a_run(duel, 500), a_run(duel, 500)
-    a_run(duel, 10, capacity=300)
+def test_hits_behind_blocks_that_the_shadow_lacks_do_not_count() -> None:
+    traffic = Traffic()
+    for _ in range(100):
+        behind = traffic.run()
+        traffic.duel.hit(Run(), 1)  # only the cache has the first block
+        traffic.duel.missed(behind, 10)
+        traffic.run(0)
 
-    assert (old.lru_size, new.lru_size) == (0, 290)
-
-
-def test_lru_rules_at_first_for_two_capacities() -> None:
-    duel = Duel()
-    a_run(duel, CAPACITY)
-
-    assert 2 * CAPACITY <= asked_until_the_other_is_tried(duel) <= 2.1 * CAPACITY
+    assert traffic.duel.lru_rules
 
 
 def test_blocks_that_move_to_another_run_are_no_hits() -> None:
-    duel = a_duel()
+    traffic = Traffic()
+    traffic.until_the_other_rules()
     for _ in range(1000):
-        old = a_run(duel, 10)
-        duel.moved(old, 10)
-        a_run(duel, 10)
+        old = traffic.run()
+        traffic.duel.moved(old, 10)
+        new: Run[object] = Run()
+        new.used_at = traffic.now_s
+        traffic.duel.use([(new, 10)], CAPACITY)
 
-    assert old.lru_size == 0
-    assert not duel.lru_rules
-
-
-def test_lru_rules_once_it_had_more_hits() -> None:
-    duel = a_duel()
-    until_lru_rules(duel)
+    assert not traffic.duel.lru_rules
 
 
-def test_lru_does_not_rule_for_one_prompt() -> None:
-    duel = a_duel()
-    lost_by_the_other(duel, 500)
+def test_the_policy_that_ruled_keeps_what_is_cached_as_its_shadow() -> None:
+    traffic = Traffic()
+    traffic.until_the_other_rules()
+    cached = Run[object]()
+    cached.used_at, cached.num_live = traffic.now_s, 400
+    traffic.cached.add(cached)
+    traffic.until_lru_rules()
+    for _ in range(10):
+        traffic.duel.missed(cached, 40)  # the cache, which is LRU's now, evicted it
+        traffic.run(0)
 
-    assert not duel.lru_rules
-
-
-def test_lru_does_not_rule_while_the_other_has_as_many_hits() -> None:
-    duel = a_duel()
-    for _ in range(2000):
-        duel.hit(a_run(duel, 10), 10)
-        missed_by_both(duel, 10)
-
-    assert not duel.lru_rules
-
-
-def test_the_other_is_tried_again_after_twice_the_time_for_each_try_that_failed() -> None:
-    duel = a_duel()
-    waits = []
-    for _ in range(8):
-        until_lru_rules(duel)
-        waits.append(asked_until_the_other_is_tried(duel))
-
-    assert all(after >= 1.9 * before for before, after in itertools.pairwise(waits[:5]))
-    assert waits[-1] <= 65 * CAPACITY, "it is tried again at some time"
-
-
-def test_a_try_that_gets_ahead_makes_the_next_wait_short_again() -> None:
-    duel = a_duel()
-    for _ in range(4):
-        until_lru_rules(duel)
-        long = asked_until_the_other_is_tried(duel)
-    for _ in range(1000):
-        a_run(duel, CAPACITY)
-        duel.hit(Run(), 10)  # which LRU has not
-    until_lru_rules(duel)
-
-    assert asked_until_the_other_is_tried(duel) < long / 2
+    assert not traffic.duel.lru_rules
