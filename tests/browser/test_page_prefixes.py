@@ -88,3 +88,16 @@ def test_an_admin_warms_a_document_for_chats_of_another_key(browser: Browser, be
         page.get_by_label("Or text").fill(_DOCUMENT)
         page.get_by_role("button", name="Warm", exact=True).click()
         expect(page.get_by_role("table", name="Prefixes")).to_contain_text("rules of ann")
+
+
+def test_a_change_made_elsewhere_is_shown_and_the_focus_stays(browser: Browser, below: StoringEngine) -> None:
+    with running("openai", config_of(below)) as server:
+        warm(server.url, "rules")
+        with opened(browser, server.url) as page:
+            expect(page.locator("#status")).to_have_text("ready")
+            page.get_by_role("button", name="Rename rules", exact=True).focus()
+            httpx.post(f"{server.url}{_PREFIXES}/rules/pin", json={}, timeout=LIMIT_S).raise_for_status()
+            expect(page.get_by_role("button", name="Unpin rules", exact=True)).to_be_visible()
+            expect(page.get_by_role("button", name="Rename rules", exact=True)).to_be_focused()
+            httpx.post(f"{server.url}{_PREFIXES}/rules/drop", json={}, timeout=LIMIT_S).raise_for_status()
+            expect(page.get_by_role("button", name="Rename rules", exact=True)).to_have_count(0)

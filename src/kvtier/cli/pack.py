@@ -236,6 +236,8 @@ def _read(path: Path) -> Iterator[Any]:
 def _written(path: Path) -> Iterator[Any]:
     """A file that gets its name once it is complete; an incomplete one is removed. A pipe or device is written to."""
     if str(path) == "-":
+        if sys.stdout.isatty():
+            raise ConfigError("a pack is not for a terminal: give a file, or redirect the output")
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return

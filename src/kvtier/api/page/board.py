@@ -54,6 +54,7 @@ class Board:
             caches=reading.caches,
             curves=reading.curves,
             num_requests=self._view.num_requests,
+            prefix_changes=self._view.prefix_changes,
         )
 
     async def new_reading(self) -> Reading:

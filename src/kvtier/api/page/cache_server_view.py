@@ -32,6 +32,7 @@ class CacheServerView:
 
     kind = "cache-server"
     num_requests: int | None = None
+    prefix_changes: int | None = None
 
     def __init__(self, server: ObservedServer, address: str) -> None:
         self._server = server

@@ -54,6 +54,10 @@ class DeploymentView:
     def num_requests(self) -> int:
         return self._service.num_requests
 
+    @property
+    def prefix_changes(self) -> int:
+        return self._service.prefixes.num_changes
+
     async def read(self) -> Reading:
         connections = self._service.engines.connections
         numbers = await asyncio.gather(*map(self._numbers, connections))

@@ -108,7 +108,10 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `/kvtier/v1/state`. `tokens` has counts by time span."""
+    """The answer of `/kvtier/v1/state`. `tokens` has counts by time span.
+
+    `prefix_changes` counts changes of named prefixes since the start; None for a server without any.
+    """
 
     at: float
     kind: str
@@ -121,6 +124,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     caches: list[CacheState]
     curves: list[Curve]
     num_requests: int | None = None
+    prefix_changes: int | None = None
 
 
 class ShownWarning(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +149,10 @@ class View(Protocol):
     @property
     def num_requests(self) -> int | None:
         """Requests in flight."""
+
+    @property
+    def prefix_changes(self) -> int | None:
+        """Changes of named prefixes since the start; None for a server without any."""
 
     async def read(self) -> Reading:
         """Read all values; may wait a second or two. Processes that do not answer are left out or shown as away."""

@@ -57,6 +57,8 @@ class PrefixBook:
         self._folder = folder
         self._seal = _Seal(None if key_file is None else read_key(key_file))
         self._records: dict[str, PrefixRecord] = {}
+        self.num_changes = 0
+        """Since this book was opened."""
         self._contents: OrderedDict[str, PrefixContent] = OrderedDict()
         self._warnings = LogLimit(logger)
         self._memory = threading.Lock()
@@ -194,6 +196,7 @@ class PrefixBook:
             self._write(_NAMES_FILE, self._seal.close(msgspec.json.encode(names), _NAMES_FILE))
         with self._memory:
             self._records = self._changed(record, gone)
+            self.num_changes += 1
 
     def _changed(self, record: PrefixRecord | None, gone: str | None) -> dict[str, PrefixRecord]:
         kept = {name: one for name, one in self._records.items() if name != gone}

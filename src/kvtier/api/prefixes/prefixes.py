@@ -106,6 +106,11 @@ class Prefixes:
             others
         ) > limit
 
+    @property
+    def num_changes(self) -> int:
+        """Changes of names and pins since the start: a listing of the same number has the same names."""
+        return self._book.num_changes
+
     async def shown(self, record: PrefixRecord) -> Prefix:
         return prefix_of(record, (await self._place([record])).get(record.file))
 
@@ -197,10 +202,10 @@ class Prefixes:
     async def add(self, record: PrefixRecord, content: PrefixContent) -> Prefix:
         """Add a prefix whose blocks are already in the cache, such as after an import.
 
-        If that fails, the pins are as before. It is completed even if the caller is cancelled.
+        One that replaces a pinned prefix of the same name is pinned, too. If that fails, the pins are as before. It is
+        completed even if the caller is cancelled.
         """
-        await _completed(self._add(record, content))
-        return await self.shown(record)
+        return await self.shown(await _completed(self._add(record, content)))
 
     async def end_expired(self) -> None:
         """Remove expired names and unpin their blocks. Called periodically."""
@@ -223,7 +228,7 @@ class Prefixes:
         yield Progress(0, 0)
         async with self._warming:
             known = self._book.get(order.name)
-            if known is not None and known.is_pinned:
+            if known is not None and known.is_pinned and not self._is_expired(known):
                 order = replace(order, pin=True)
             tokens = await common_tokens(self._engines, order.model, prompts)
             num_blocks = check_tokens(tokens, order.model)
@@ -251,9 +256,6 @@ class Prefixes:
                 is_pinned=order.pin,
                 expires_at=None if order.ttl_s is None else self._clock() + order.ttl_s,
             )
-            known = self._book.get(order.name)
-            if known is not None and known.root == record.root:
-                record = msgspec.structs.replace(record, hits=known.hits, last_used=known.last_used)
             yield await self.add(record, PrefixContent(join_hashes(hashes), order.text))
 
     # --- requests that name a prefix ---------------------------------------------------------------------------------
@@ -306,10 +308,12 @@ class Prefixes:
                     found |= await self._ask_for_places(cache, some[first : first + _PLACED_AT_ONCE])
         return found
 
-    async def _add(self, record: PrefixRecord, content: PrefixContent) -> None:
+    async def _add(self, record: PrefixRecord, content: PrefixContent) -> PrefixRecord:
         async with self._changing:
             before = self._book.get(record.name)
             if before is not None:
+                if not self._is_expired(before):
+                    record = _replacing(before, record)
                 with contextlib.suppress(KvtierError, HttpError):
                     await self._unpin(before)
             try:
@@ -322,6 +326,7 @@ class Prefixes:
                 raise
             finally:
                 self._forget_places()
+        return record
 
     async def _restore_pins(self, record: PrefixRecord, content: PrefixContent, before: PrefixRecord | None) -> None:
         """Unpin the blocks of `record`, which could not be stored, and pin those of `before`, which it replaces."""
@@ -469,11 +474,19 @@ class Prefixes:
             raise HttpError(409, str(error), "prefix_refused") from error
 
 
-async def _completed(change: Coroutine[None, None, None]) -> None:
+def _replacing(before: PrefixRecord, record: PrefixRecord) -> PrefixRecord:
+    """The record that takes the name of `before`: with its pin and, if chats with the same salt use it, its hits."""
+    record = msgspec.structs.replace(record, is_pinned=record.is_pinned or before.is_pinned)
+    if before.root != record.root:
+        return record
+    return msgspec.structs.replace(record, hits=before.hits, last_used=before.last_used)
+
+
+async def _completed(change: Coroutine[None, None, _Result]) -> _Result:
     """Await a change that must not stop halfway: if the caller is cancelled, it is completed first."""
     task = asyncio.ensure_future(change)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait({task})
         raise

@@ -25,6 +25,7 @@ class FakeView:
 
     kind = "deployment"
     num_requests: int | None = 0
+    prefix_changes: int | None = None
 
     def __init__(self) -> None:
         self.log = RequestLog()

@@ -17,7 +17,7 @@ from kvtier.api.prefixes.book import PrefixBook
 from kvtier.api.prefixes.cache import Placed, PrefixCache
 from kvtier.api.prefixes.prefixes import Prefixes
 from kvtier.api.prefixes.record import PrefixContent, PrefixRecord
-from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.hashing import BlockHash, split_hashes
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.known_namespace import KnownNamespace
 from kvtier.errors import KvtierError, RemoteProtocolError, TierRefused, TierUnavailable
@@ -224,6 +224,27 @@ def test_a_prefix_that_cannot_be_replaced_keeps_its_pin(tmp_path: Path) -> None:
             )
         assert list(kept.book) == [before]
         assert kept.cache.pinned == pinned
+
+    with_prefixes(tmp_path, act)
+
+
+def test_an_import_over_a_pinned_name_keeps_its_pin_and_its_hits(tmp_path: Path) -> None:
+    async def act(kept: Kept) -> None:
+        before = await kept.add("handbook", is_pinned=True)
+        kept.book.note_hit(before, 1001.0)
+        added = await kept.prefixes.add(record_of("handbook", first="02" * 32), PrefixContent(b"\2" * 64, None))
+        assert (added.is_pinned, added.hits, added.last_used) == (True, 1, 1001.0)
+        assert kept.cache.pinned == set(split_hashes(b"\2" * 64))
+
+    with_prefixes(tmp_path, act)
+
+
+def test_a_name_whose_time_is_over_hands_on_no_pin(tmp_path: Path) -> None:
+    async def act(kept: Kept) -> None:
+        await kept.add("handbook", is_pinned=True, expires_at=1010.0)
+        kept.clock.now = 1010.0
+        assert not (await kept.prefixes.add(record_of("handbook"), content_of())).is_pinned
+        assert not kept.cache.pinned
 
     with_prefixes(tmp_path, act)
 

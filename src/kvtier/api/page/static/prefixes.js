@@ -18,12 +18,24 @@ export class Prefixes {
         make("button", { type: "button", onclick: () => this.load() }, "Refresh"),
         mayChange() && make("button", { type: "button", id: "warm-button", onclick: () => this.askForDocuments() }, "Warm a document")),
       this.notice, this.warm, this.tree);
+    this.changes = live.state ? live.state.prefix_changes : undefined;
+    this.numLoads = 0;
+    this.load();
+  }
+
+  // Names and pins have changed: here, in another tab or by a command.
+  update({ prefix_changes: changes }) {
+    if (changes === this.changes) return;
+    this.changes = changes;
     this.load();
   }
 
   async load() {
+    this.numLoads += 1;
+    const number = this.numLoads;
     try {
       const [{ namespaces, is_cut: spacesCut }, prefixes] = await Promise.all([get("namespaces"), this.prefixes()]);
+      if (number !== this.numLoads) return; // a later answer is on its way
       this.showTree(namespaces, prefixes);
       if (spacesCut || prefixes.is_cut) this.notice.textContent = [
         prefixes.is_cut && `Only the first ${LIMIT} prefixes are shown, by name.`,
@@ -60,7 +72,9 @@ export class Prefixes {
         own.length ? this.table(own) : make("p", { class: "quiet" }, isMissing ? "This server keeps no names of prefixes." : "No prefix of this namespace has a name."));
       return details;
     });
+    const focused = this.tree.contains(document.activeElement) ? placeOf(document.activeElement) : null;
     show(this.tree, spaces.length ? spaces : make("p", { class: "quiet" }, "Nothing is cached yet."));
+    if (focused !== null) [...this.tree.querySelectorAll("button, summary")].find((one) => placeOf(one) === focused)?.focus();
   }
 
   table(prefixes) {
@@ -162,4 +176,9 @@ export class Prefixes {
   }
 
   close() {}
+}
+
+// Tells a button or a summary from others, in this tree and in the one that replaces it.
+function placeOf(element) {
+  return element.getAttribute("aria-label") || element.parentElement.dataset.namespace || "";
 }
