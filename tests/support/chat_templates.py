@@ -88,6 +88,13 @@ _GLM4 = "{#- [gMASK] <|observation|> -#}" + _calls(
 _LLAMA = '{#- {"name": ..., "parameters": ...} ipython -#}' + _calls(
     "", _object("parameters") + "{%- if not loop.last -%}; {% endif -%}"
 )
+_PYTHONIC = _calls(
+    "<|python_start|>[",
+    "{{ call.name }}({%- for key, value in call.arguments.items() -%}"
+    "{{ key }}={{ value | tojson }}{%- if not loop.last -%}, {% endif -%}"
+    "{%- endfor -%}){%- if not loop.last -%}, {% endif -%}",
+    "]<|python_end|>",
+)
 _MISTRAL = _calls("[TOOL_CALLS] [", _object("arguments") + "{%- if not loop.last -%}, {% endif -%}", "]")
 _MISTRAL_ARGS = _calls("", "[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments | tojson }}")
 
@@ -99,6 +106,7 @@ TEMPLATES: Final[Mapping[str, str]] = {
         "glm45": _GLM45,
         "glm4": _GLM4,
         "llama3_json": _LLAMA,
+        "llama4_pythonic": _PYTHONIC,
         "mistral": _MISTRAL,
         "mistral_args": _MISTRAL_ARGS,
     }.items()

@@ -112,7 +112,7 @@ class _Calls:
         calls = self._one
         if self._allows_several and not written.repeats_mark:
             calls = f"{self._one} ({lark.literal(written.between)} {self._one})*"
-        return f"{lark.literal(written.opening)} {calls} {lark.literal(written.closing)}"
+        return written.group(lark, calls)
 
     def _call(self, tool: Tool) -> str:
         return self._format.call(self._lark, tool)

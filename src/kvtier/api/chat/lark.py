@@ -92,6 +92,12 @@ class Lark:
             found.append(element if is_required else f"({element})?")
         return " ".join(found)
 
+    def value(self, schema: Mapping[str, object], inner: object) -> str:
+        """JSON that follows `inner`, the schema of one property of `schema`."""
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        whole = {**(inner if isinstance(inner, dict) else {}), **shared, "x-guidance": TEMPLATE_SPACING}
+        return self.rule("%json " + json.dumps(whole, ensure_ascii=False))
+
     def _element_value(self, schema: Mapping[str, object], inner: object, end: str) -> str:
         values = inner.get("enum") if isinstance(inner, dict) else None
         if isinstance(values, list) and values and all(isinstance(one, str) and one for one in values):
@@ -99,9 +105,7 @@ class Lark:
         if "string" in types_of(inner):
             first = next((mark for mark in self._special_tokens if end.startswith(mark)), "")
             return f"{self.any_text()} {self.literal(end)}" if first else self.until(end)
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        whole = {**(inner if isinstance(inner, dict) else {}), **shared, "x-guidance": TEMPLATE_SPACING}
-        return f"{self.rule('%json ' + json.dumps(whole, ensure_ascii=False))} {self.literal(end)}"
+        return f"{self.value(schema, inner)} {self.literal(end)}"
 
     def _token(self, mark: str) -> str:
         """A special token by its name, or by its id if the syntax does not allow that name."""

@@ -47,6 +47,10 @@ class TextSource:
         self.num_taken += len(taken)
         return taken
 
+    def ahead(self, count: int) -> str:
+        """The next characters, without taking them."""
+        return self._text[self._at : self._at + count]
+
     def match(self, pattern: re.Pattern[str]) -> int:
         """How many of the next characters `pattern` matches, among those that have arrived."""
         found = pattern.match(self._text, self._at)

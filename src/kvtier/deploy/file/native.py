@@ -48,7 +48,9 @@ _ALLOWED_ORIGIN = re.compile(
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 _DEVICES_OF_VLLM = re.compile(r"auto|cpu|cuda(:\d{1,3}(,\d{1,3}){0,15})?")
 
-ToolFormatName = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "mistral_args", "glm4", "glm45"]
+ToolFormatName = Literal[
+    "auto", "hermes", "qwen3_coder", "llama3_json", "llama4_pythonic", "mistral", "mistral_args", "glm4", "glm45"
+]
 
 
 def check_host(host: str) -> None:

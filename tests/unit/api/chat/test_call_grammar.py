@@ -15,7 +15,9 @@ from kvtier.engine.grammar import JSON_OBJECT, Grammar
 from tests.support.chat_templates import TEMPLATES, answer_text
 
 _END = "</s>"
-_SPECIAL = (_END, "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
+_SPECIAL = (
+    *(_END, "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|python_start|>", "<|python_end|>", "<think>", "</think>"),
+)
 _SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "string"}, "b": {"$ref": "#/$defs/whole"}, "c": {"enum": ["x", "y"]}},
@@ -113,6 +115,56 @@ def test_with_strict_tools_any_text_goes_and_a_call_that_begins_follows_its_sche
     if TOOL_FORMATS[name].mark:
         assert matches(grammar, called(name, ("f", _RIGHT), text="I look."))
         assert not matches(grammar, called(name, ("f", {"a": "x", "b": "no"}), text="I look."))
+
+
+_OPTIONAL = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer"},
+        "b": {"type": ["boolean", "null"]},
+        "c": {"type": "string"},
+        "d": {
+            "type": "object",
+            "properties": {"x": {"type": "boolean"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["c"],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        ('[f(c="x")]', True),
+        ('[f(a=1, c="x")]', True),
+        ('[f(a=1, b=True, c="x", d={"x": true})]', True),
+        ('[f(b=None, c="x")]', True),
+        ('[f(c="x", d={"x": false})]', True),
+        ('[f(c="x"), g()]', True),
+        ("[g()]", True),
+        ('<|python_start|>[f(c="x")]<|python_end|>', True),
+        ('<|python_start|>[f(c="x")]', False),
+        ("[f()]", False),
+        ("[f(a=1)]", False),
+        ('[f(c="x",)]', False),
+        ('[f(c="x", a=1)]', False),
+        ('[f(b=true, c="x")]', False),
+        ("[f(c=x)]", False),
+        ("[]", False),
+        ("[g(a=1)]", False),
+    ],
+)
+@pytest.mark.parametrize("vocabulary", [_WITH_SPECIAL, _WITHOUT_SPECIAL])
+def test_parameters_in_pythons_syntax_come_in_order_and_optional_ones_may_be_left_out(
+    text: str, is_right: bool, vocabulary: Vocabulary
+) -> None:
+    tools = [Tool("f", _OPTIONAL, {}), Tool("g", None, {})]
+    special = _IDS if vocabulary is _WITH_SPECIAL else {}
+    found = AnswerRules(TOOL_FORMATS["llama4_pythonic"], tools, True, True, None, special)
+
+    assert matches(found.grammar(may_think=False), text, vocabulary) == is_right
 
 
 @pytest.mark.parametrize("vocabulary", [_WITHOUT_SPECIAL, _WITH_WORDS])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +18,11 @@ from tests.support.chat_templates import TEMPLATES, answer_text
 from tests.support.examples import examples
 
 _ELEMENTS = ("qwen3_coder", "glm45")
-_JSON = [name for name in TEMPLATES if name not in _ELEMENTS]
+_PYTHONIC = "llama4_pythonic"
+_JSON = [name for name in TEMPLATES if name not in (*_ELEMENTS, _PYTHONIC)]
 _MARKS = [
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
+    *("<|python_start|>", "<|python_end|>", "[f(a=", ")]"),
     *("<function=", "</function>", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "f\n"),
 ]
 _TYPES = {"a": ["string"], "b": ["integer"], "c": ["boolean"], "d": ["object"], "e": ["string", "null"], "g": []}
@@ -64,9 +66,25 @@ def test_a_format_is_known_by_its_template(name: str) -> None:
     assert set(TEMPLATES) == set(TOOL_FORMATS)
 
 
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<|python_start|>[' }}{% for c in m.tool_calls %}{{ c.function.name + '(' }}{% endfor %}", _PYTHONIC),
+        ("{{ 'Answer as [func_name1(key=value)]' }}{% if m.tool_calls %}{{ m.content }}{% endif %}", _PYTHONIC),
+        (
+            '{% if m.tool_calls %}<|python_start|>{"name": {{ m.name }}, "parameters": } ipython{% endif %}',
+            "llama3_json",
+        ),
+        ("{{ 'Answer (' + m.name + ')' }}{% if m.tool_calls %}{{ m.content }}{% endif %}", ""),
+    ],
+)
+def test_llama_4s_templates_write_calls_in_one_way_or_another(template: str, name: str) -> None:
+    assert format_in(template) == name
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_calls_are_read_back_however_the_text_is_cut(name: str) -> None:
-    calls = _CALLS if name in _JSON else [("f", {"a": 'x "y"\nz é 😀', "b": 3, "d": {"k": [1]}}), ("g.h-1", {})]
+    calls = _CALLS if name not in _ELEMENTS else [("f", {"a": 'x "y"\nz é 😀', "b": 3, "d": {"k": [1]}}), ("g.h-1", {})]
     text = answer_text(TEMPLATES[name], calls)
 
     whole = read_whole(form_of(name), text)
@@ -120,6 +138,27 @@ def test_any_arguments_in_json_are_read_back(
     assert calls_of(read_cut(form, cut(text, cuts))) == calls
 
 
+@settings(max_examples=examples(80))
+@given(
+    calls=st.lists(st.tuples(_NAMES, st.dictionaries(_NAMES, _VALUES, max_size=3)), min_size=1, max_size=3),
+    cuts=_CUTS,
+    writes=st.sampled_from([json.dumps, repr]),
+    leads=st.sampled_from(["", "<|python_start|>", "I look. <|python_start|>"]),
+)
+def test_any_values_in_pythons_syntax_are_read_back(
+    calls: list[tuple[str, dict[str, object]]], cuts: list[int], writes: Callable[[object], str], leads: str
+) -> None:
+    written = [
+        f"{name}({', '.join(f'{key}={writes(value)}' for key, value in given.items())})" for name, given in calls
+    ]
+    text = f"{leads}[{', '.join(written)}]"
+
+    whole = read_cut(AnswerForm(_PYTHONIC, tuple(call for call, _ in calls)), cut(text, cuts))
+
+    assert calls_of(whole) == calls
+    assert whole.text == ("I look." if leads.startswith("I") else "")
+
+
 _ELEMENT_VALUES = st.fixed_dictionaries(
     {},
     optional={
@@ -143,6 +182,9 @@ def test_any_values_of_elements_are_read_back_by_their_types(
 
     assert calls_of(read_cut(form_of(name), cut(text, cuts))) == [("f", values)]
 
+
+_SPREAD = {"a": "x", "g": [1.0, 0.5], "d": {"k": {}}}
+_WORDS = {"a": "", "b": 7, "g": 1000.0, "c": True, "e": None}
 
 # --- what else models write -------------------------------------------------------------------------------------------
 
@@ -195,6 +237,13 @@ def test_any_values_of_elements_are_read_back_by_their_types(
         ("glm4", 'f\n{"a": 1}<|assistant|>f\n{"a": 2}', [("f", {"a": 1}), ("f", {"a": 2})]),
         ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
         ("llama3_json", '{"type": "function", "name": "f", "parameters": {}}\n', [("f", {})]),
+        (_PYTHONIC, "[f(a='x', b=-1_000, c=True, e=None,)]", [("f", {"a": "x", "b": -1000, "c": True, "e": None})]),
+        (_PYTHONIC, "[ f( a = 'x' , g = [ 1. , .5, ], d={ 'k' : { } , } ) , ]", [("f", _SPREAD)]),
+        (_PYTHONIC, "<|python_start|>[f()]<|python_end|>\n<|python_start|>[f()]<|python_end|>", [("f", {}), ("f", {})]),
+        (_PYTHONIC, "[f()]\n[f()]", [("f", {}), ("f", {})]),
+        (_PYTHONIC, '[f(a="""say "hi""\n""")]', [("f", {"a": 'say "hi""\n'})]),
+        (_PYTHONIC, r"[f(a='it\'s \x41\101\u00e9\U0001f600\ud83d\ude00\d\n')]", [("f", {"a": "it's AAé😀😀\\d\n"})]),
+        (_PYTHONIC, "[f(a='', b=007, g=1E+3, c=true, e=null)]", [("f", _WORDS)]),
         ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}', [("f", {"a": 1})]),
         ("mistral", '[TOOL_CALLS]f{"a": 1}', [("f", {"a": 1})]),
         ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {"a": 1}}', [("f", {"a": 1})]),
@@ -224,6 +273,15 @@ def test_what_models_write_besides_is_a_call(name: str, text: str, expected: lis
         ("llama3_json", '{"name": "Ann", "age": 3}'),
         ("llama3_json", 'See: {"name": "f", "parameters": {}}'),
         ("llama3_json", "<|python_tag|>print(1)"),
+        (_PYTHONIC, "[1] says f(a=1)"),
+        (_PYTHONIC, "[f](a=1)"),
+        (_PYTHONIC, "[f(1)]"),
+        (_PYTHONIC, "[f (a=1)]"),
+        (_PYTHONIC, "[f(**{'a': 1})]"),
+        (_PYTHONIC, "[f(a"),
+        (_PYTHONIC, "See [f(a=1)]"),
+        (_PYTHONIC, "<|python_start|>print(1)<|python_end|>"),
+        (_PYTHONIC, "[" + "x" * 1000 + "(a=1)]"),
         ("mistral", "[TOOL_CALLS] nothing"),
         ("mistral", "[TOOL_CALLS] [1]"),
     ],
@@ -257,6 +315,51 @@ def test_what_follows_wrong_arguments_is_text() -> None:
     whole = read_whole(form_of("hermes"), '<tool_call>{"name": "f", "arguments": {"a": oh}} and so on')
 
     assert without_ids(whole) == ("oh}} and so on", "", [("f", '{"a": ')])
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("__import__('os').getpid()", ""),
+        ("open('x')", ""),
+        ("Paris", ""),
+        ("1 + 1", "1"),
+        ("nan", ""),
+        ("1__0", ""),
+        ("f'{x}'", ""),
+        ("{1: 2}", "{"),
+        ("{'a', 'b'}", '{"a"'),
+        ("(1, 2)", ""),
+        (r"'\U00110000'", '"'),
+        (r"'\x1g'", '"'),
+        ("'a' 'b'", '"a"'),
+        ("[1 2]", "[1"),
+        ("9" * 2000, ""),
+        ("[" * 10_000, "[" * 128),
+        ("{'a':" * 10_000, '{"a": ' * 128),
+    ],
+)
+def test_nothing_in_pythons_syntax_is_evaluated_and_what_is_no_value_is_text(value: str, shown: str) -> None:
+    whole = read_cut(form_of(_PYTHONIC), list(f"[f(a={value})]"))
+
+    [call] = whole.calls
+    assert call.arguments == '{"a": ' + shown
+    assert whole.text.endswith(")]")
+
+
+def test_half_a_surrogate_stays_an_escape() -> None:
+    [call] = read_whole(form_of(_PYTHONIC), r"[f(a='\ud800')]").calls
+
+    assert call.arguments == '{"a": "\\ud800"}'
+
+
+def test_long_text_in_pythons_syntax_is_read_in_linear_time() -> None:
+    """Every character in a piece of its own; quadratic work would take minutes."""
+    text = "[f(a='" + "x\\n" * 100_000 + "', g=[" + "1, " * 100_000 + "])]"
+
+    [call] = read_cut(form_of(_PYTHONIC), list(text)).calls
+
+    assert len(json.loads(call.arguments)["g"]) == 100_000
 
 
 def test_one_call_is_all_where_several_are_not_allowed() -> None:

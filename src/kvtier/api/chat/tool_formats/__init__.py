@@ -8,6 +8,7 @@ from kvtier.api.chat.tool_formats.glm import Glm4Format, GlmFormat
 from kvtier.api.chat.tool_formats.hermes import HermesFormat
 from kvtier.api.chat.tool_formats.llama import LlamaFormat
 from kvtier.api.chat.tool_formats.mistral import MistralArgsFormat, MistralFormat
+from kvtier.api.chat.tool_formats.pythonic import PythonicFormat
 from kvtier.api.chat.tool_formats.qwen_coder import QwenCoderFormat
 from kvtier.api.chat.tool_formats.tool_format import ToolFormat
 
@@ -18,6 +19,7 @@ _FORMATS: tuple[ToolFormat, ...] = (
     MistralArgsFormat(),
     MistralFormat(),
     Glm4Format(),
+    PythonicFormat(),
     LlamaFormat(),
 )
 """A format whose markers include those of another one is listed before it."""

@@ -48,6 +48,10 @@ class ToolFormat(ABC):
     def call(self, lark: Lark, tool: Tool) -> str:
         """The grammar of a call of this tool, without mark, opening and closing."""
 
+    def group(self, lark: Lark, calls: str) -> str:
+        """The grammar of what follows a mark, around the grammar of its calls."""
+        return f"{lark.literal(self.opening)} {calls} {lark.literal(self.closing)}"
+
     def other_text(self, tools: Sequence[Tool]) -> str:
         """The grammar's pattern for an answer without calls, in a format without a mark."""
         return ANY_TEXT
