@@ -17,7 +17,7 @@ from kvtier.engine.device.runner import Constrain, Runner, Submitted, TokenResul
 from kvtier.engine.engine import Engine
 from kvtier.engine.process.hello import count_parameters, hello_of
 from kvtier.engine.schedule.step import Step
-from kvtier.errors import EngineStopped
+from kvtier.errors import EngineStopped, InvalidParameter
 from kvtier.models.loading import load_model
 from kvtier.testing.tiny_models import VOCAB_SIZE, make_tiny_tokenizer, save_tiny_model
 from tests.support.chat_templates import ONE_CALL
@@ -137,6 +137,23 @@ def test_tokens_from_tiers_are_counted_by_tier(folder: Path) -> None:
 
     assert found["cached_tokens_total host"] == 96
     assert found["cached_tokens_total device"] == 0
+
+
+def test_a_prompt_that_warms_saves_no_time_and_is_no_request_of_a_client(folder: Path) -> None:
+    with open_llm(folder) as llm:
+        for end in (48, 96, 100):
+            llm.engine.add(f"warm-{end}", tokens(1, end), GREEDY, warms=True)
+            while llm.engine.has_requests:
+                llm.engine.step()
+        found = counted(llm.engine)
+        assert found["prompt_tokens_total"] == 100
+        assert found.get("cached_tokens_total device", 0) == 0
+        assert found["saved_seconds_total"] == 0
+        with pytest.raises(InvalidParameter, match="no request with the id warm-96"):
+            llm.engine.explain("warm-96")
+
+        llm.generate([tokens(1, 100)], GREEDY, progress=False)
+        assert counted(llm.engine)["cached_tokens_total device"] == 96
 
 
 def test_levels_are_those_of_now(folder: Path) -> None:

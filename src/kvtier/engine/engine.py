@@ -395,12 +395,15 @@ class Engine:
         counts.held_blocks = scheduler.blocks.num_held_blocks
 
     def _note_end(self, request: Request) -> None:
-        """The request is over. If it never got its turn, none of its tokens count."""
+        """The request is over. If it never got its turn, none of its tokens count; if it warms, computed ones do."""
         assert request.finish_reason is not None
         self._constraints.forget(request)
         was_admitted = request.was_admitted
         cached = cached_tokens_of(request) if was_admitted else {}
-        self._counts.note_end(request.finish_reason.value, request.prompt_tokens if was_admitted else 0, cached)
+        num_tokens = request.prompt_tokens if was_admitted else 0
+        if request.warms:  # it is found in pieces, for which no client would have waited
+            num_tokens, cached = num_tokens - sum(cached.values()), {}
+        self._counts.note_end(request.finish_reason.value, num_tokens, cached)
         self._counts.saved_s += self.transfer.compute_s(sum(cached.values()))
 
     def _make_scheduler(self) -> Scheduler:

@@ -48,9 +48,9 @@ class Explanations:
         return known
 
     def add(self, request: Request) -> None:
-        """The request is over."""
+        """The request is over. One that warms is no client's: nobody asks why it missed, and no page lists it."""
         ending = request.prefetch.ending
-        if ending is None:
+        if ending is None or request.warms:
             return
         block_tokens = self._block_tokens
         detail, num_first = ending.detail, min(request.prompt_tokens, max(block_tokens, _EXPLAINED_TOKENS))

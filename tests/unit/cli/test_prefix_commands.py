@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from click import ClickException
 from click.testing import CliRunner, Result
 
 from kvtier.api.config import ApiKey
@@ -151,6 +153,22 @@ def test_a_pack_is_written_and_read_again(
     assert below.client.stats()["pinned_bytes"] == 15 * 4096
     again = run(tmp_path, "pack", "import", "@rules.kvpack", "--server", below.address, *options)
     assert "without a name: 0 of 15 blocks were absent" in again.output
+
+
+def test_no_pack_is_written_to_a_terminal(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert warm(tmp_path).exit_code == 0
+    master, slave = os.openpty()
+    try:
+        with open(slave, "w") as terminal:
+            monkeypatch.setattr(sys, "stdout", terminal)
+            with pytest.raises(ClickException, match="a pack is not for a terminal"):
+                main(
+                    ["pack", "export", "rules", "-", "--deployment", str(tmp_path / "deploy.yml")],
+                    standalone_mode=False,
+                )
+            monkeypatch.undo()
+    finally:
+        os.close(master)
 
 
 def test_a_pack_is_written_into_a_pipe_and_no_file_takes_its_place(server: Running, tmp_path: Path) -> None:
