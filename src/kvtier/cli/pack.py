@@ -167,15 +167,16 @@ def _facts(header: PackHeader, *, verify: bool) -> list[tuple[str, str]]:
 
 
 def _served(running: Running, header: PackHeader) -> tuple[Running, Document]:
-    """The model of a deployment that the pack is for. Raises `ConfigError` with the differences."""
+    """The deployment's model with the pack's namespace or, if there is none, its name; of several, one with both.
+
+    Raises `ConfigError` for a deployment without a cache.
+    """
     served: list[Document] = running.get(_CACHES).get("caches", [])
     if not served:
         raise ConfigError("the deployment has no cache: give it one")
-    found = [one for one in served if one["namespace"] == header.namespace]
-    if not found and len(served) > 1:
-        named = [one for one in served if one["model"] == header.model]
-        found = named or served
-    return running, (found or served)[0]
+    found = [one for one in served if one["namespace"] == header.namespace] or served
+    named = [one for one in found if one["model"] == header.model]
+    return running, (named or found)[0]
 
 
 def _checked(name: str) -> str:

@@ -155,6 +155,22 @@ def test_a_pack_is_written_and_read_again(
     assert "without a name: 0 of 15 blocks were absent" in again.output
 
 
+def test_of_two_models_with_the_same_weights_the_one_with_the_packs_name_gets_the_prefix(
+    below: StoringEngine, tmp_path: Path
+) -> None:
+    config = below.config()
+    [tiny] = config.models
+    twin = msgspec.structs.replace(tiny, names=("twin",))
+    (tmp_path / "doc.md").write_text(DOCUMENT)
+    with running("openai", msgspec.structs.replace(config, models=(twin, tiny))) as server:
+        at = ("--url", server.url)
+        assert run(tmp_path, "warm", "@doc.md", "--name", "rules", "--model", "tiny", *at).exit_code == 0
+        assert run(tmp_path, "pack", "export", "rules", "@rules.kvpack", *at).exit_code == 0
+        assert run(tmp_path, "pack", "import", "@rules.kvpack", "--name", "laws", *at).exit_code == 0
+        listed = msgspec.json.decode(run(tmp_path, "prefix", "ls", "--json", *at).output)["prefixes"]
+    assert {one["name"]: one["model"] for one in listed} == {"rules": "tiny", "laws": "tiny", None: "twin, tiny"}
+
+
 def test_no_pack_is_written_to_a_terminal(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert warm(tmp_path).exit_code == 0
     master, slave = os.openpty()
