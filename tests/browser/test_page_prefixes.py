@@ -101,3 +101,12 @@ def test_a_change_made_elsewhere_is_shown_and_the_focus_stays(browser: Browser, 
             expect(page.get_by_role("button", name="Rename rules", exact=True)).to_be_focused()
             httpx.post(f"{server.url}{_PREFIXES}/rules/drop", json={}, timeout=LIMIT_S).raise_for_status()
             expect(page.get_by_role("button", name="Rename rules", exact=True)).to_have_count(0)
+
+
+def test_a_pin_of_what_is_cached_in_part_is_said_to_be_partial(browser: Browser, below: StoringEngine) -> None:
+    with running("openai", config_of(below)) as server:
+        warm(server.url, "rules")
+        below.client.drop([block_hash for block_hash, _ in below.client.list_blocks()][:5])
+        with opened(browser, server.url) as page:
+            page.get_by_role("button", name="Pin rules", exact=True).click()
+            expect(page.locator("main [role=status]").first).to_contain_text("10 of 15 blocks of rules are pinned")

@@ -43,8 +43,12 @@ def list_prefixes(find: Callable[[], Running], as_json: bool) -> None:
 @deployment_options
 def pin(find: Callable[[], Running], name: str) -> None:
     """Keep the blocks of NAME from eviction."""
-    find().post(path_of(name, "pin"))
-    click.echo(f"{name} is pinned")
+    kept = find().post(path_of(name, "pin")).get("prefix", {})
+    if kept.get("is_pinned"):
+        click.echo(f"{name} is pinned")
+    else:
+        count = f"{kept.get('pinned_blocks')} of {kept.get('blocks')} blocks"
+        click.echo(f"{name} is pinned in part: {count}, for the others are not cached; warm it again")
 
 
 @prefix.command()

@@ -155,6 +155,15 @@ def test_a_pack_is_written_and_read_again(
     assert "without a name: 0 of 15 blocks were absent" in again.output
 
 
+def test_a_pin_of_what_is_cached_in_part_is_said_to_be_partial(
+    server: Running, below: StoringEngine, tmp_path: Path
+) -> None:
+    assert warm(tmp_path).exit_code == 0
+    below.client.drop([block_hash for block_hash, _ in below.client.list_blocks()][:5])
+    said = run(tmp_path, "prefix", "pin", "rules", "--deployment", "@deploy.yml")
+    assert said.output == "rules is pinned in part: 10 of 15 blocks, for the others are not cached; warm it again\n"
+
+
 def test_of_two_models_with_the_same_weights_the_one_with_the_packs_name_gets_the_prefix(
     below: StoringEngine, tmp_path: Path
 ) -> None:

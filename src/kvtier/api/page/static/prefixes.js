@@ -111,8 +111,10 @@ export class Prefixes {
 
   async change(path, body = {}) {
     try {
-      await send("POST", path, body);
-      this.notice.textContent = "Done.";
+      const { prefix } = await send("POST", path, body);
+      const isPartial = path.endsWith("/pin") && prefix && !prefix.is_pinned;
+      this.notice.textContent = !isPartial ? "Done."
+        : `${count(prefix.pinned_blocks)} of ${count(prefix.blocks)} blocks of ${prefix.name} are pinned; the others are not cached: warm it again.`;
     } catch (error) {
       this.notice.textContent = error.message;
     }
