@@ -185,7 +185,7 @@ class Passing:
             except EngineAway as error:
                 if answer.is_event_stream:
                     yield (b"" if end == _END_OF_EVENT else _END_OF_EVENT) + _error_event(
-                        self._passed.passes.path, error
+                        self._passed.passes.path, error, self._request.state.id
                     )
                 elif ABORT in self._request.scope:
                     self._request.scope[ABORT]()  # cut the connection, so that the client notices the missing end
@@ -236,14 +236,15 @@ def _without_connection(headers: Headers) -> Headers:
     return [(name, value) for name, value in headers if name not in _BETWEEN_TWO and name not in named]
 
 
-def _error_event(path: str, error: Exception) -> bytes:
+def _error_event(path: str, error: Exception, request_id: str) -> bytes:
     """The end of a stream that failed, in the error form of this path."""
     sentence = str(error)
     if path == OPENAI_RESPONSE or path.startswith(f"{OPENAI_RESPONSE}/"):
         document: dict[str, object] = {"type": "error", "code": "server_error", "message": sentence, "param": None}
         return b"event: error\ndata: " + msgspec.json.encode(document) + _END_OF_EVENT
     if path == "/v1/messages":
-        document = {"type": "error", "error": {"type": "api_error", "message": sentence}}
+        fields = {"type": "api_error", "message": sentence}
+        document = {"type": "error", "error": fields, "request_id": request_id}
         return b"event: error\ndata: " + msgspec.json.encode(document) + _END_OF_EVENT
-    fields = {"message": sentence, "type": "server_error", "param": None, "code": "unavailable"}
-    return b"data: " + msgspec.json.encode({"error": fields}) + _END_OF_EVENT
+    document = {"message": sentence, "type": "server_error", "param": None, "code": "unavailable"}
+    return b"data: " + msgspec.json.encode({"error": document}) + _END_OF_EVENT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -16,6 +17,8 @@ from kvtier.api.logprobs import EncodedLogprobs, SampledToken
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.errors import KvtierError
 
+logger = logging.getLogger(__name__)
+
 _encode = msgspec.json.Encoder().encode
 _MAX_SENTENCE_CHARACTERS = 1000
 _SIGNATURE = "kvtier"
@@ -29,6 +32,7 @@ _ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -90,10 +94,13 @@ class MessageEncoder:
         return ended + _event("message_stop")
 
     def error(self, error: Exception) -> bytes:
-        """An error event, which the official client raises."""
-        if not isinstance(error, KvtierError):
-            raise error
-        return b"event: error\ndata: " + error_body(http_error_of(error), self._message_id) + b"\n\n"
+        """An error event, which the official client raises. A bug is logged, and told without its details."""
+        if isinstance(error, KvtierError):
+            found = http_error_of(error)
+        else:
+            logger.error("request %s failed", self._message_id, exc_info=error)
+            found = HttpError(500, f"the server failed; see its log for {self._message_id}", "internal_error")
+        return error_event(found, self._message_id)
 
     def _shown(self, event: BlockEvent) -> list[bytes]:
         block = event.block
@@ -192,6 +199,11 @@ def error_body(error: HttpError, request_id: str) -> bytes:
         sentence = sentence[: _MAX_SENTENCE_CHARACTERS - 3] + "..."
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return _encode({"type": "error", "error": {"type": kind, "message": sentence}, "request_id": request_id})
+
+
+def error_event(error: HttpError, request_id: str) -> bytes:
+    """The last event of a stream that failed."""
+    return b"event: error\ndata: " + error_body(error, request_id) + b"\n\n"
 
 
 def count_body(num_tokens: int) -> bytes:

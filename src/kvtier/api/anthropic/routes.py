@@ -28,6 +28,11 @@ _Read = Callable[[JsonBody, ModelCatalog], GenerationRequest]
 PATHS = (ANTHROPIC_MESSAGE, ANTHROPIC_COUNT)
 
 
+def has_message_errors(path: str) -> bool:
+    """Whether errors of this path have Anthropic's form: also of paths below it that are not served, as for batches."""
+    return path == ANTHROPIC_MESSAGE or path.startswith(f"{ANTHROPIC_MESSAGE}/")
+
+
 class MessagePaths:
     """Routes of the OpenAI application. The reader for a path in `readers_for_vllm` sees each body first."""
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from kvtier.api.access import ApiTenant
 from kvtier.api.anthropic.routes import PATHS as ANTHROPIC_PATHS
-from kvtier.api.anthropic.routes import MessagePaths
+from kvtier.api.anthropic.routes import MessagePaths, has_message_errors
 from kvtier.api.application import Application
 from kvtier.api.body_messages import (
     DETOKENIZE,
@@ -96,13 +96,13 @@ class OpenAiApplication(Application):
 
     def error_body_for(self, request: Request, error: HttpError) -> bytes:
         """Errors of Anthropic's paths have Anthropic's form."""
-        if request.url.path not in ANTHROPIC_PATHS:
+        if not has_message_errors(request.url.path):
             return self.error_body(error)
         request.state.id = self.request_id(request)
         return self._messages.error_body(request, error)
 
     def error_headers(self, request: Request) -> Mapping[str, str]:
-        return {"request-id": self.request_id(request)} if request.url.path in ANTHROPIC_PATHS else {}
+        return {"request-id": self.request_id(request)} if has_message_errors(request.url.path) else {}
 
     def bug_sentence(self, request_id: str) -> str:
         return f"the server failed; see its log for {request_id}"

@@ -148,6 +148,18 @@ def test_a_stream_that_has_begun_ends_with_one_error(server: Running) -> None:
     assert "stopped before the answer was complete" in events[-1]["error"]["message"]
 
 
+def test_a_stream_of_messages_ends_with_an_error_in_anthropics_form(server: Running) -> None:
+    with http_client(server) as client:
+        response = client.post("/v1/messages", json=chat("a b c d", stream=True, fake={"die_after": 2}))
+
+    kind, content = response.text.removesuffix("\n\n").split("\n\n")[-1].split("\n")
+    document = json.loads(content.removeprefix("data: "))
+    assert kind == "event: error"
+    assert (document["type"], document["error"]["type"]) == ("error", "api_error")
+    assert "stopped before the answer was complete" in document["error"]["message"]
+    assert document["request_id"].startswith("req")
+
+
 def test_an_error_of_an_engine_that_dies_is_not_passed_on(server: Running, engines: list[FakeVllm]) -> None:
     """vLLM answers so while its engine's process is gone and its server's is not yet."""
     assert ask(server, chat("first")).status_code == 200
