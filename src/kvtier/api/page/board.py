@@ -105,7 +105,9 @@ class Board:
             return  # too short a time for a rate
         if passed_s <= _RATE_S:
             self._rates = {
-                move: max(0.0, nbytes - self._rated.get(move, 0.0)) / passed_s for move, nbytes in reading.moved.items()
+                move: max(0.0, nbytes - self._rated[move]) / passed_s
+                for move, nbytes in reading.moved.items()
+                if move in self._rated  # else its owner was away, for a time that is not known
             }
         else:
             self._rates = {}

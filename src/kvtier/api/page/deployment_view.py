@@ -15,6 +15,7 @@ from kvtier.api.page.cache_levels import curve_of, namespaces_of, state_of, tier
 from kvtier.api.page.cache_reader import CacheReader
 from kvtier.api.page.engine_numbers import EngineNumbers
 from kvtier.api.page.moved_blocks import Move, MovedBlocks
+from kvtier.api.page.moved_bytes import MovedBytes
 from kvtier.api.page.view import CacheState, EngineState, Reading, ShownWarning, TierLevel
 from kvtier.api.request_log import RequestLog
 from kvtier.api.service import Service
@@ -40,6 +41,7 @@ class DeploymentView:
         page = service.config.page
         self._caches = [CacheReader(one.name, one.address) for one in (page.caches if page is not None else ())]
         self._moved_blocks = [MovedBlocks(one.name) for one in self._caches]
+        self._moved_bytes = MovedBytes()
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -75,7 +77,8 @@ class DeploymentView:
             namespaces=[one for found, _ in described for one in found],
             num_namespaces=sum(count for _, count in described),
             curves=[curve for curve in curves if curve is not None],
-            moved=_moved(connections, numbers) | self._moved_by_caches(stats, has_engines=bool(numbers)),
+            moved=self._moved_by_engines(connections, numbers)
+            | self._moved_by_caches(stats, has_engines=bool(numbers)),
             saved_s=sum(one.saved_s for one in numbers) if numbers else None,
         )
 
@@ -136,6 +139,14 @@ class DeploymentView:
         ]
         passed = self._service.vllm.models
         return own + [_vllm_state(engine, model.name) for model in passed for engine in model.engines]
+
+    def _moved_by_engines(
+        self, connections: Sequence[EngineConnection], numbers: Sequence[EngineNumbers]
+    ) -> dict[Move, float]:
+        for connection, one in zip(connections, numbers, strict=True):
+            if one.is_known:
+                self._moved_bytes.take(connection.name, one.moved)
+        return self._moved_bytes.all()
 
     def _models_by_namespace(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
@@ -211,24 +222,6 @@ def _device_tiers(connections: Sequence[EngineConnection], numbers: Sequence[Eng
                 )
             )
     return found
-
-
-def _moved(connections: Sequence[EngineConnection], numbers: Sequence[EngineNumbers]) -> dict[Move, float]:
-    """Bytes moved by engines.
-
-    Into a device: all bytes that its engine loads. Out of it: the bytes of the tier that stores most, since slower
-    tiers get copies of the same blocks.
-    """
-    moved: dict[Move, float] = {}
-    for connection, one in zip(connections, numbers, strict=True):
-        for (direction, tier), nbytes in one.moved.items():
-            move = Move(direction, tier)
-            moved[move] = moved.get(move, 0.0) + nbytes
-        loaded = [nbytes for (direction, _), nbytes in one.moved.items() if direction == "out"]
-        stored = [nbytes for (direction, _), nbytes in one.moved.items() if direction == "in"]
-        moved[Move("in", "device", connection.name)] = sum(loaded)
-        moved[Move("out", "device", connection.name)] = max(stored, default=0.0)
-    return moved
 
 
 def _engine_state(connection: EngineConnection, model: str, numbers: EngineNumbers) -> EngineState:

@@ -22,8 +22,12 @@ _MOVED = {f"{metrics.TIER_LOADED_BYTES}_total": "out", f"{metrics.TIER_STORED_BY
 
 @dataclass(slots=True)
 class EngineNumbers:
-    """The numbers of one engine. `moved` has bytes by direction and tier, `canary_checks` counts by result."""
+    """The numbers of one engine. `moved` has bytes by direction and tier, `canary_checks` counts by result.
 
+    `is_known` is False, and all numbers are 0, if the engine has not answered.
+    """
+
+    is_known: bool = False
     saved_s: float = 0.0
     running: float = 0.0
     waiting: float = 0.0
@@ -37,6 +41,7 @@ class EngineNumbers:
     def of(cls, families: Iterable[MetricFamily]) -> EngineNumbers:
         found = cls()
         for family in families:
+            found.is_known = True
             for sample in family.samples:
                 if (name := _SUMS.get(sample.name)) is not None:
                     setattr(found, name, getattr(found, name) + sample.value)

@@ -32,7 +32,7 @@ class FakeView:
         self.history = TokenHistory()
         self.num_looks = 0
         self.num_rests = 0
-        self.moved = 0.0
+        self.moved: float | None = 0.0
 
     async def read(self) -> Reading:
         self.num_looks += 1
@@ -41,7 +41,7 @@ class FakeView:
         return Reading(
             status="ready",
             tiers=tiers,
-            moved={Move("in", "server"): self.moved, Move("out", "disk"): 0.0},
+            moved={} if self.moved is None else {Move("in", "server"): self.moved, Move("out", "disk"): 0.0},
             saved_s=7200.0,
         )
 
@@ -229,6 +229,20 @@ def test_rates_are_bytes_between_two_looks() -> None:
         assert (await board.state()).tiers[0].in_bytes_per_s is None
         now, view.moved = 102.0, 0.0  # an engine has started again
         assert (await board.state()).tiers[0].in_bytes_per_s == 0.0
+
+    asyncio.run(run())
+
+
+def test_what_was_moved_before_a_server_was_away_is_no_rate_when_it_is_back() -> None:
+    async def run() -> None:
+        view, now = FakeView(), 0.0
+        board = Board(view, PageConfig(), clock=lambda: now)
+        rates = []
+        for moved in (1000.0, None, 2000.0, 2600.0):
+            view.moved = moved
+            rates.append((await board.state()).tiers[0].in_bytes_per_s)
+            now += 2.0
+        assert rates == [None, None, None, 300.0]
 
     asyncio.run(run())
 
