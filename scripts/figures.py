@@ -271,6 +271,8 @@ _BY_RESULT = [
         {
             "adaptive_over_lru_8192": "in a pool of 8,192 blocks",
             "adaptive_over_lru_65536": "in a pool of 65,536 blocks",
+            "deciding_over_lru_8192": "in a pool of 8,192 blocks, while LRU rules in it",
+            "deciding_over_lru_65536": "in a pool of 65,536 blocks, while LRU rules in it",
         },
     ),
     (

@@ -7,13 +7,15 @@ the real pool; S3-FIFO, ARC and a clairvoyant cache are plain ones (`baselines`)
 of 512 tokens, at most the prompt's tokens, over all prompt tokens. Beside the recorded traces there are some that are
 made up here (`synthetic`); `--quick` has those alone, shorter ones. One more (`held_out`) was not used for any choice
 of the policy. `agentic_N` is ours on the agents' trace with N blocks, `lru_off` the largest difference between our LRU
-and what another program measured on the same trace. Ends with status 1 when a figure misses its bar. No figure depends
+and what another program measured on the same trace. `--peers` takes the other policies' rates, which are always the
+same, from an earlier result. Ends with status 1 when a figure misses its bar. No figure depends
 on how fast or busy the machine is.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +49,7 @@ BARS = {
     "worst_below_arc_mooncake": "<= 0.005",
     "lru_off": "<= 0.002",
 }
+OURS = "ours"
 Requests = Sequence[TracedRequest]
 Tables = dict[str, dict[str, list[float]]]
 """Hit rates by trace, policy and size."""
@@ -60,7 +63,7 @@ POLICIES: dict[str, Callable[[Requests, int], float]] = {
     "LRU": lambda requests, size: _replayed(requests, size, "lru"),
     "S3-FIFO": lambda requests, size: hit_rate(requests, S3Fifo(size)),
     "ARC": lambda requests, size: hit_rate(requests, Arc(size)),
-    "ours": lambda requests, size: _replayed(requests, size, "adaptive"),
+    OURS: lambda requests, size: _replayed(requests, size, "adaptive"),
     "clairvoyant": lambda requests, size: hit_rate(requests, Clairvoyant(requests, size)),
 }
 
@@ -71,24 +74,34 @@ def main() -> int:
     parser.add_argument("--trace", action="append", choices=(*TRACES, MADE_UP, HELD_OUT), help="only this one")
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")])
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="replays at the same time  [default: cores]")
+    parser.add_argument("--peers", type=Path, help="an earlier result: only ours is replayed where that has the others")
     options, arguments = read_options(parser, ())
     sizes = arguments.sizes or (QUICK_SIZES if options.quick else SIZES)
     names = arguments.trace or ((MADE_UP,) if options.quick else (*TRACES, MADE_UP, HELD_OUT))
     tables: Tables = {}
     result = Result("eviction", {"sizes": sizes, "traces": list(names)})
+    known = _known(arguments.peers)
     with ProcessPoolExecutor(arguments.jobs) as jobs:
         for name in names:
             for each, requests in _traces(name, arguments.traces, is_quick=options.quick).items():
                 tables[each] = {}
                 for policy in POLICIES:
-                    rate = functools.partial(_rate, policy, requests)
-                    tables[each][policy] = list(jobs.map(rate, sizes))
+                    rates = [known.get((each, size, policy)) for size in sizes]
+                    if policy == OURS or None in rates:
+                        rates = list(jobs.map(functools.partial(_rate, policy, requests), sizes))
+                    tables[each][policy] = [rate for rate in rates if rate is not None]
                 result.rows += _rows(each, tables[each], sizes)
                 console.print(f"{each}: done")
     print_table("share of prompt tokens that hit", result.rows)
     result.figures = _figures(tables, sizes)
     is_all = not (options.quick or arguments.trace or arguments.sizes)
     return finish(result, BARS if is_all else {bar: BARS[bar] for bar in BARS if bar in result.figures}, options.json)
+
+
+def _known(earlier: Path | None) -> dict[tuple[str, int, str], float | None]:
+    """The rates in an earlier result, by trace, size and policy."""
+    rows = [] if earlier is None else json.loads(earlier.read_text())["rows"]
+    return {(row["trace"], row["blocks"], policy): float(row[policy]) for row in rows for policy in POLICIES}
 
 
 def _rate(policy: str, requests: Requests, size: int) -> float:

@@ -19,10 +19,10 @@ _DEVIATIONS = 2.0
 class Duel:
     """`lru_rules` at first. The policy that does not rule has a shadow: counts of blocks by run, but no blocks.
 
-    The other policy takes over from LRU once its shadow leads in hits by more than chance explains: two standard
-    deviations of the changes that prompts made, and more than a fifth of a percent of the requested blocks plus the
-    largest such change. LRU, whose shadow is never given up, takes over again when its lead reaches the latter. So in
-    traffic that is too short to tell them apart, LRU rules.
+    The other policy takes over from LRU once its shadow leads in hits by more than chance explains: without the prompt
+    that changed the lead most, it would lead by two standard deviations of the changes by the others, and by a fifth of
+    a percent of the requested blocks. LRU, whose shadow is always kept, takes over again when it leads by the latter.
+    So in traffic that is too short to tell them apart, LRU rules.
     """
 
     def __init__(self, candidates: Candidates[Any], clock: Callable[[], float], *, declines: bool) -> None:
@@ -84,7 +84,8 @@ class Duel:
                 self.lru_rules, self._other = True, self._made_other()
         else:
             self._other.lead = max(0.0, self._other.lead + change)
-            if self._other.lead > max(limit, _DEVIATIONS * self._variance**0.5):
+            deviation = max(0.0, self._variance - self._largest * self._largest) ** 0.5
+            if self._other.lead > max(limit, self._largest + _DEVIATIONS * deviation):
                 self.lru_rules, self._other = False, None
                 self._lru.lead = limit / 2
         if self._seen > _WINDOW * max(capacity, _MIN_CAPACITY):
