@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+from llguidance import LLExecutor
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.structured.vocabulary import make_tokenizer
 from kvtier.engine.constraint.compiler import GrammarCompiler
+from kvtier.engine.constraint.mask_thread import MaskThread
 from kvtier.engine.constraint.vocabulary import make_vocabulary
 from kvtier.engine.grammar import Grammar
 from kvtier.models.tokenizer import Tokenizer
 from kvtier.testing.tiny_models import VOCAB_SIZE, make_tiny_tokenizer
+from tests.support.waiting import LIMIT_S
 
 END, ROLE = 256, 257
 BLANK = "▁"
@@ -179,3 +185,30 @@ def test_a_tokenizer_that_changes_texts_is_asked(tmp_path: Path) -> None:
     made.save_pretrained(tmp_path)
 
     assert Tokenizer(tmp_path).byte_level_document is None
+
+
+def test_masks_need_no_lock_of_pythons(tmp_path: Path) -> None:
+    """This thread keeps Python's lock until all masks are written, also those of forced texts."""
+    tokenizer = _large(tmp_path, composes=False)
+    compiled = GrammarCompiler(tokenizer, _LARGE, [_LARGE - 1]).compile(Grammar("regex", "(hello|there)"))
+    matchers = [compiled.take_copy().matcher() for _ in range(6)]
+    for matcher in matchers:
+        assert matcher.consume_tokens(tokenizer.encode("t"))
+    words = np.zeros((len(matchers), compiled.num_words), np.int32)
+    pairs = [(matcher, place) for place, matcher in enumerate(matchers)]
+    executor = LLExecutor(2)
+    thread = MaskThread()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10 * LIMIT_S)
+    try:
+        thread.begin(lambda: executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, 4 * words.shape[1], len(words)))
+        until = time.monotonic() + LIMIT_S
+        while not words.any(axis=1).all() and time.monotonic() < until:
+            pass
+        are_made = bool(words.any(axis=1).all())
+    finally:
+        sys.setswitchinterval(interval)
+        thread.wait()
+        thread.close()
+
+    assert are_made
