@@ -258,7 +258,7 @@ _BY_RESULT = [
         },
     ),
     (
-        "Eviction on a trace that is held out, 500 to 16,000 blocks",
+        "Eviction on a trace that is held out, 500 to 64,000 blocks",
         "cpu_eviction_held_out",
         {
             "held_out_below_lru": "most that ours is below LRU",

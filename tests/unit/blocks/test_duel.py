@@ -97,6 +97,15 @@ def test_neither_takes_over_for_one_prompt() -> None:
     assert not traffic.duel.lru_rules
 
 
+def test_after_one_prompt_of_many_blocks_a_few_small_ones_decide() -> None:
+    traffic = Traffic()
+    run = traffic.run(500)
+    traffic.duel.missed(run, 500)
+    traffic.run(0)
+
+    assert 0 < traffic.until_the_other_rules() < 20
+
+
 def test_lru_takes_over_again_once_it_had_more_hits() -> None:
     traffic = Traffic()
     traffic.until_the_other_rules()
