@@ -198,7 +198,7 @@ def test_the_scores_of_a_long_prompt_come_chunk_by_chunk(folder: Path, reference
 
 
 def test_more_scores_than_are_kept_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-    monkeypatch.setattr("kvtier.engine.engine.MAX_PROMPT_SCORES", 100)
+    monkeypatch.setattr("kvtier.engine.request_checks.MAX_PROMPT_SCORES", 100)
 
     [output] = llm.generate(PROMPTS[0], SamplingParams(prompt_logprobs=NUM_TOP), progress=False)
 

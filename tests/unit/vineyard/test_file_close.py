@@ -272,7 +272,7 @@ def test_many_threads_have_no_more_segments_on_their_way_than_three_for_each_wor
 
     with closing(open_files(tmp_path, io_workers=2, files=(files := FaultyFiles()))) as cache:
         files.delay_s = 0.002
-        monkeypatch.setattr(staging, "Staging", CountedStaging)
+        monkeypatch.setattr(staging, "SegmentStaging", CountedStaging)
         threads = [
             threading.Thread(target=store, args=(cache, [number, *range(5 * CHUNK - 1)])) for number in range(16)
         ]
