@@ -14,6 +14,9 @@ VLLM_NEWEST := $(lastword $(VLLM_RELEASES))
 VLLM ?= $(VLLM_NEWEST)
 VLLM_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM)),-$(VLLM))
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# Each worker has one engine at a time, of one thread and up to 3 GiB.
+VLLM_WORKERS ?= 2
+VLLM_PYTEST = $(VLLM_VENV)/bin/python -m pytest -c $(VLLM_TESTS)/pytest.ini -n $(VLLM_WORKERS) --dist loadfile --durations 10
 
 # Tests start hundreds of processes: keep compiled modules, even if the environment disables them.
 unexport PYTHONDONTWRITEBYTECODE
@@ -119,11 +122,11 @@ test-cluster-tls: $(STAMP)
 
 # vLLM pins its own torch, so it and the tests of its plug-in have an environment of their own.
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest -c $(VLLM_TESTS)/pytest.ini -m "not nightly" $(VLLM_TESTS)
+	$(VLLM_PYTEST) -m "not nightly" $(VLLM_TESTS)
 
 # All tests, including those that are slow or restart engines repeatedly.
 test-vllm-whole: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest -c $(VLLM_TESTS)/pytest.ini $(VLLM_TESTS)
+	$(VLLM_PYTEST) $(VLLM_TESTS)
 
 test-vllm-releases:
 	for release in $(VLLM_RELEASES); do $(MAKE) --no-print-directory test-vllm VLLM=$$release || exit 1; done

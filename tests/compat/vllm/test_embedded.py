@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,18 +14,18 @@ _PROMPT = tokens_of(300)
 
 
 @pytest.fixture(autouse=True)
-def runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers of these tests only."""
-    folder = tmp_path / "run"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+def runtime_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Servers of these tests only. The path of a socket must be short, and `tmp_path` is not."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
 
 
-def test_without_an_address_the_engine_starts_its_own_server_and_hits(tmp_path: Path) -> None:
+def test_without_an_address_the_engine_starts_its_own_server_and_hits(runtime_folder: Path) -> None:
     settings: dict[str, object] = {"memory": "64MiB"}
     with engine(model_folder(), settings=settings) as llm:
         cold = ask_one(llm, _PROMPT)
-        (socket,) = tmp_path.glob("run/**/*.sock")
+        (socket,) = runtime_folder.glob("**/*.sock")
         wait_until_stored(f"unix:{socket}", _PROMPT)
         forget_prefixes(llm)
         warm = ask_one(llm, _PROMPT)
@@ -32,11 +34,11 @@ def test_without_an_address_the_engine_starts_its_own_server_and_hits(tmp_path: 
     assert (cold.num_cached, warm.num_cached) == (0, 288)
 
 
-def test_with_a_folder_the_next_engine_hits(tmp_path: Path) -> None:
+def test_with_a_folder_the_next_engine_hits(runtime_folder: Path, tmp_path: Path) -> None:
     settings: dict[str, object] = {"memory": "64MiB", "folder": str(tmp_path / "cache"), "disk": "64MiB"}
     with engine(model_folder(), settings=settings) as llm:
         cold = ask_one(llm, _PROMPT)
-        (socket,) = tmp_path.glob("run/**/*.sock")
+        (socket,) = runtime_folder.glob("**/*.sock")
         wait_until_stored(f"unix:{socket}", _PROMPT)
 
     with engine(model_folder(), settings=settings) as llm:
