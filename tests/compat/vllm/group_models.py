@@ -53,6 +53,21 @@ _MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": WINDOW_TOKENS,
         },
     ),
+    # Chunks beside full attention, without experts: Llama 4.
+    "llama4": (
+        "Llama4Text",
+        {
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "intermediate_size_mlp": 128,
+            "attention_chunk_size": WINDOW_TOKENS,
+            "no_rope_layers": [1, 1, 1, 0],
+            "interleave_moe_layer_step": 1000,
+            "num_local_experts": 2,
+        },
+    ),
     # Latents: DeepSeek V2. vLLM's kernel for CPUs knows no smaller ones.
     "deepseek": (
         "DeepseekV2",

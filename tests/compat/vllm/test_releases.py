@@ -15,7 +15,6 @@ from vllm.distributed.kv_events import BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import KVCacheTensor
 from vllm.v1.kv_offload.tiering import base as tiering
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -115,9 +114,8 @@ def test_hashes_are_the_same_in_every_process_or_need_a_seed(
     assert compat.has_stable_hashes() is is_set
 
 
-def test_pages_of_windows_and_states_and_where_pages_lie_are_reported_since_0_31() -> None:
-    assert (_RELEASE >= (0, 31)) == compat.HANDS_OVER_STATES
-    assert ("layer_stride" in KVCacheTensor.__dataclass_fields__) == (_RELEASE >= (0, 31))
+def test_pages_of_every_scheduled_request_are_reported_since_0_30() -> None:
+    assert (_RELEASE >= (0, 30)) == compat.HANDS_OVER_STATES
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,11 @@
 | needed | since | before that |
 |---|---|---|
 | `CacheHitSource` | 0.32 | vLLM does not ask where hits come from |
-| the pages of a request (`kv_connector_block_state`) | 0.31 | windows, states and several groups are not cached |
-| where pages of several layers lie (`KVCacheTensor.layer_stride`) | 0.31 | nothing opaque is cached |
 | saves in steps that compute nothing | 0.31 | `wait_for_save` is not called in such steps |
 | a tier's `backpressure_detector` | 0.31 | tiers are made without |
 | `KVConnectorTransferResults` | 0.30 | `get_finished` returns the two sets |
 | `chunk_ids` of a tier's job | 0.30 | `block_ids` |
+| pages of all scheduled requests (`KVConnectorBlockState`) | 0.30 | windows, states and several groups are not cached |
 
 Detected without a release number: whether hashes have the same seed in every process, the media, the fields of events
 and of the results of a tier's jobs, and whether a tier receives the engine's config.
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import vllm
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched import output
 from vllm.v1.kv_offload import base as kv_offload
 
 from kvtier.plugins.vllm.releases import release_of
@@ -135,8 +134,8 @@ def window_of(spec: Any) -> int | None:
     return None if found is None else int(found)
 
 
-HANDS_OVER_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
-"""vLLM reports each request's pages by group, and which of them have complete states."""
+HANDS_OVER_STATES = hasattr(output, "KVConnectorBlockState") and hasattr(output.KVConnectorBlockState, "get_block_ids")
+"""vLLM reports the pages of each scheduled request by group, and which of them have complete states."""
 
 __all__ = [
     "HANDS_OVER_STATES",
