@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -338,15 +339,28 @@ class CompletionEncoder(_OpenAiEncoder):
 
 
 class ModelDocument(msgspec.Struct):
+    """One document for the clients of both APIs: after `owned_by` come the fields that Anthropic's has."""
+
     id: str
     created: int
     max_model_len: int | None
     object: str = "model"
     owned_by: str = "kvtier"
+    type: str = "model"
+    display_name: str = ""
+    created_at: str = ""
+    max_input_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.display_name = self.id
+        self.created_at = datetime.fromtimestamp(self.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self.max_input_tokens = self.max_model_len
 
 
 def model_list(models: list[ModelDocument]) -> bytes:
-    return _encode({"object": "list", "data": models})
+    """All models are on the one page."""
+    ends = {"first_id": models[0].id if models else None, "last_id": models[-1].id if models else None}
+    return _encode({"object": "list", "data": models, "has_more": False, **ends})
 
 
 def one_model(model: ModelDocument) -> bytes:

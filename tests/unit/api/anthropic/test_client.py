@@ -12,6 +12,7 @@ import pytest
 from kvtier.api.config import ApiKey
 from kvtier.engine.process.messages import TOO_LONG, ChatMessage, ChatPrompt, Submit
 from tests.support.fake_engine import (
+    ALIAS,
     DIE,
     MODEL,
     FakeEngine,
@@ -253,6 +254,17 @@ def test_a_key_may_come_as_other_clients_send_it(server: Running, engine: FakeEn
     with anthropic.Anthropic(base_url=server.url, api_key=None, auth_token=_KEY, max_retries=0) as client:
         messages = _user("hi")
         assert client.messages.create(model=MODEL, max_tokens=9, messages=messages).stop_reason == "end_turn"
+
+
+def test_models_are_listed_for_this_client_too(client: anthropic.Anthropic, server: Running) -> None:
+    listed = list(client.models.list(limit=1))  # all of them: there is one page
+    first = client.models.retrieve(MODEL)
+
+    assert [(one.id, one.display_name, one.type) for one in listed] == [
+        (name, name, "model") for name in (MODEL, ALIAS)
+    ]
+    assert first == listed[0]
+    assert int(first.created_at.timestamp()) == int(server.service.started_at)
 
 
 def test_a_stream_that_breaks_is_an_error(tmp_path: Path) -> None:

@@ -74,11 +74,15 @@ def test_models_are_listed_and_found_by_any_of_their_names(server: Running) -> N
             "created": int(server.service.started_at),
             "owned_by": "kvtier",
             "max_model_len": MAX_MODEL_LEN,
+            "type": "model",
+            "display_name": "tiny",
+            "created_at": model["created_at"],
+            "max_input_tokens": MAX_MODEL_LEN,
         }
-        assert alias == {**model, "id": ALIAS}
+        assert alias == {**model, "id": ALIAS, "display_name": ALIAS}
         assert client.get("/v1/models/tiny").json() == model
-        assert client.get(f"/v1/models/{ALIAS}").json() == {**model, "id": ALIAS}
-        assert client.get("/v1/models/kvtier%2Ftiny:latest").json() == {**model, "id": ALIAS}
+        assert client.get(f"/v1/models/{ALIAS}").json() == alias
+        assert client.get("/v1/models/kvtier%2Ftiny:latest").json() == alias
 
 
 def test_an_unknown_model_is_404(server: Running) -> None:
