@@ -43,6 +43,7 @@ class Steps:
     costs: defaultdict[str, list[StepCost]] = field(default_factory=lambda: defaultdict(list))
     _pages: dict[str, list[int]] = field(default_factory=dict)
     _num_pages: int = 0
+    _num_unsaved: int = 0
 
     def add(self, request: Request, chunk_tokens: int) -> None:
         """Compute its prompt, in chunks."""
@@ -61,6 +62,12 @@ class Steps:
         self._run(FILLING if is_filling else DECODE, {request: 1 for request in requests})
         for request in requests:
             request.append_output_token_ids(1)
+
+    def settle(self) -> None:
+        """Take idle steps until the server has all that was saved."""
+        while self._num_unsaved > 0:
+            self._step(SchedulerOutput.make_empty())
+            time.sleep(0.001)
 
     def end(self, requests: Sequence[Request]) -> None:
         """Finish these requests, and wait until their pages are saved."""
@@ -107,7 +114,8 @@ class Steps:
         self.worker.save(plan)
         results = self.worker.results()
         self.worker.take_bad_pages()
-        self.worker.take_stats().to_vllm()
+        stats = self.worker.take_stats()
+        stats.to_vllm()
         news = self.worker.take_news()
         worked_at = time.perf_counter()
         done = KVConnectorOutput(
@@ -118,6 +126,7 @@ class Steps:
         self.scheduler.note_transfers(done)
         self.scheduler.take_stats().to_vllm()
         self.scheduler.take_events()
+        self._num_unsaved += sum(len(save.hashes) for save in plan.saves) - stats.stored_blocks - stats.refused_blocks
         scheduler_s = planned_at - began_at + time.perf_counter() - worked_at
         return StepCost(1e6 * scheduler_s, 1e6 * (worked_at - working_at), len(pickled), len(plan.saves)), done
 

@@ -160,7 +160,8 @@ def main() -> int:
     }
     print_table(f"parts, {NUM_TOKENS} tokens", rows)
     print_table("the scheduler's thread", trial_rows)
-    costs = measure_steps(100 if arguments.quick else 400)
+    costs, threads_us = measure_steps(100 if arguments.quick else 400)
+    figures["decode_threads_us"] = threads_us
     for kind, name in {DECODE: "decode", FILLING: "filling", PREFILL: "prefill"}.items():
         figures |= _step_figures(name, costs[kind])
     step_rows = rows_of(costs)
@@ -205,8 +206,11 @@ def measure(repeats: int) -> tuple[dict[str, float], dict[str, list[Trial]]]:
     return parts, trials
 
 
-def measure_steps(num_steps: int) -> dict[str, list[StepCost]]:
-    """Prompts in chunks, then steps in which all requests decode. In half of those, four fill a block."""
+def measure_steps(num_steps: int) -> tuple[dict[str, list[StepCost]], float]:
+    """Prompts in chunks, then steps in which all requests decode. In half of those, four fill a block.
+
+    Also returns the microseconds of CPU time that the connector's threads take per decode step.
+    """
     num_pages = NUM_STREAMS * ((CONTEXT_TOKENS + num_steps) // BLOCK_TOKENS + 2)
     with cache_server(memory="1GiB") as server, _scheduler(server.unix) as scheduler:
         client = kvtier.connect(server.unix, layout=_LAYOUT, namespace=_FIELDS, name="bench")
@@ -217,11 +221,19 @@ def measure_steps(num_steps: int) -> dict[str, list[StepCost]]:
             for number in range(NUM_STREAMS):
                 requests.append(_request(f"s{number}", _tokens(2000 + number)[: CONTEXT_TOKENS + number % 8]))
                 steps.add(requests[-1], CHUNK_TOKENS)
+            steps.settle()
+            before_s = _threads_s()
             for _ in range(num_steps):
                 steps.decode(requests)
-                time.sleep(0.001)  # steps of a real engine take longer: its threads have time to save
+                time.sleep(0.01)
+            threads_us = 1e6 * (_threads_s() - before_s) / num_steps
             steps.end(requests)
-    return steps.costs
+    return steps.costs, round(threads_us, 1)
+
+
+def _threads_s() -> float:
+    """CPU time of all threads but this one."""
+    return time.process_time() - time.thread_time()
 
 
 def _identity() -> Identity:

@@ -165,9 +165,16 @@ class Storer:
         for withdrawal in unsent.withdrawals:
             self._jobs.put(withdrawal)
 
+    @property
+    def num_unsent(self) -> int:
+        """Blocks that were offered since the last batch."""
+        return self._unsent.num_blocks
+
     def take_copied(self) -> list[DeviceLease]:
         """The blocks that were copied away since the last call."""
-        copied = []
+        copied: list[DeviceLease] = []
+        if not self._copied:
+            return copied
         while self._copied:
             copied.append(self._copied.popleft())
         self.num_held -= sum(len(held.ids) for held in copied)
@@ -196,7 +203,13 @@ class Storer:
             self._pusher.refuse_segment(offer.hashes)
 
     def drop(self, owners: Set[object]) -> None:
-        """Wait until nothing that was sent for these owners is being copied; nothing will be from now on."""
+        """Wait until nothing that was offered for these owners is being copied; nothing will be from now on."""
+        unsent = self._unsent
+        dropped = [offer for offer in unsent.offers if offer.owner in owners]
+        if dropped:
+            unsent.offers = [offer for offer in unsent.offers if offer.owner not in owners]
+            unsent.num_blocks -= sum(len(offer.held.ids) for offer in dropped)
+            self._copied.extend(offer.held for offer in dropped)
         with self._lock:
             offers = [offer for offer in self._waiting if offer.owner in owners]
             for offer in offers:
@@ -206,9 +219,11 @@ class Storer:
             self._lock.wait_for(lambda: not any(offer.is_copying for offer in offers))
 
     def owners(self) -> set[object]:
-        """The owners of blocks that are waiting to be copied, or being copied."""
+        """The owners of blocks that were offered and are not copied yet."""
+        if not self._unsent.offers and not self._waiting:  # only this thread adds to them
+            return set()
         with self._lock:
-            return {offer.owner for offer in self._waiting}
+            return {offer.owner for offer in (*self._unsent.offers, *self._waiting)}
 
     @property
     def num_stored(self) -> int:

@@ -63,7 +63,6 @@ class WorkerTransfer:
         self._hierarchy = Hierarchy([tier], failure="blocks are not kept: %(error)s")
         self._shares = shares
         self._batch_blocks = max(1, batch_bytes // tier.layout.slot_bytes)
-        self._num_unsent = 0
         self._marks = StepMarks(self._copier)
         self.loads = LoadNews()
         self._is_idle = False
@@ -103,19 +102,17 @@ class WorkerTransfer:
         QUICK_TURNS.begin()
 
     def store(self, key: object, hashes: Sequence[BlockHash], places: Sequence[int]) -> None:
-        """Store these blocks once the device is past the last step; begins with `send`."""
+        """Store these blocks once the device is past the last step; begins with a `send` or a full batch."""
         ids = list(packed(places, self._parts_per_block))
         for first in range(0, len(ids), self._batch_blocks):
             some = ids[first : first + self._batch_blocks]
-            if self._num_unsent + len(some) > self._batch_blocks:
+            if self._storer.num_unsent + len(some) > self._batch_blocks:
                 self.send()
-            self._num_unsent += len(some)
             self._storer.offer(hashes[first : first + self._batch_blocks], DeviceLease(some, []), key)
 
-    def send(self) -> None:
-        """Begin the stores."""
-        self._num_unsent = 0
-        self._storer.send(is_last=True)
+    def send(self, *, is_last: bool = True) -> None:
+        """Begin the stores. Unless they are the last for now, a few blocks wait a moment for those of later calls."""
+        self._storer.send(is_last=is_last)
 
     def write_share(self, key: str, places: Sequence[int], slots: ReservedRoom) -> None:
         """Write the device's part of these blocks into slots that are reserved for them."""
@@ -150,6 +147,7 @@ class WorkerTransfer:
     def close(self) -> None:
         """Finish the stores and loads in progress."""
         self._threads.close()
+        self.send()
         self._storer.close()
         if self._shares is not None:
             self._shares.close()

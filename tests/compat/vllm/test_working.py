@@ -6,6 +6,7 @@ import contextlib
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -101,12 +102,63 @@ def test_a_preempted_request_with_the_name_of_a_save_leaves_that_save_alone(
             server.send_signal(signal.SIGCONT)
 
         def is_saved() -> bool:
+            rank.side.save(StepPlan(2, is_idle=True))
             rank.side.results()
             saved.update(rank.side.take_news().saved)
             return saved == {5}
 
         wait_until(is_saved, "the save reported")
         wait_until(lambda: client.contains(_HASHES[:1]) == [True], "the block stored")
+
+
+def test_saves_of_several_steps_are_stored_together_when_one_of_their_requests_ends(
+    server: ServerProcess, client: CacheClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved: list[int] = []
+    reserve = CacheClient.reserve
+
+    def reserve_and_note(client: CacheClient, hashes: Sequence[BlockHash], **named: Any) -> Any:
+        reserved.append(len(hashes))
+        return reserve(client, hashes, **named)
+
+    monkeypatch.setattr(CacheClient, "reserve", reserve_and_note)
+    with _ranks(server, 1) as (rank,):
+        for number in range(3):
+            plan = StepPlan(number, saves=[Save(str(number), [number + 1], 0, _HASHES[number : number + 1])])
+            rank.side.begin_step(plan)
+            rank.side.save(plan)
+            assert not rank.side.results().finished_sending
+        last = StepPlan(3, ended={"1"})
+        rank.side.start(last)
+        rank.side.save(last)
+
+        wait_until(lambda: rank.side.results().finished_sending == {"1"}, "the request's pages free")
+        wait_until(lambda: client.contains(_HASHES) == [True] * 3, "the blocks stored")
+        assert sum(reserved) == 3
+        assert len(reserved) < 3
+
+
+def test_a_preempted_request_whose_saves_wait_for_others_is_not_saved(
+    server: ServerProcess, client: CacheClient
+) -> None:
+    with _ranks(server, 1) as (rank,):
+        saves = [Save("kept", [1], 0, _HASHES[:1]), Save("preempted", [2], 0, _HASHES[1:2])]
+        rank.side.save(StepPlan(1, saves=saves))
+        rank.side.drop_saves({"preempted"})
+        rank.pages["a"][2] = 0.0  # its page is another request's by now
+        rank.side.save(StepPlan(2, is_idle=True))
+
+        wait_until(lambda: client.contains(_HASHES[:1]) == [True], "the other block stored")
+        assert client.contains(_HASHES[:2]) == [True, False]
+
+
+def test_saves_that_wait_for_others_are_stored_before_the_worker_closes(
+    server: ServerProcess, client: CacheClient
+) -> None:
+    with _ranks(server, 1) as (rank,):
+        rank.side.save(StepPlan(1, saves=[Save("request", [1], 0, _HASHES[:1])]))
+
+    assert client.contains(_HASHES[:1]) == [True]
 
 
 def test_latents_are_written_by_two_ranks_and_loaded_by_both(server: ServerProcess, client: CacheClient) -> None:

@@ -113,11 +113,11 @@ class Bench:
         until(lambda: bool(over.extend(self.transfer.loads.take()[1]) or over))
         return over[0]
 
-    def store(self, key: str, hashes: Sequence[BlockHash], first_id: int = 0) -> None:
+    def store(self, key: str, hashes: Sequence[BlockHash], first_id: int = 0, *, is_last: bool = True) -> None:
         self.transfer.note_step()
         ids = range(first_id, first_id + len(hashes))
         self.transfer.store(key, hashes, self.device.fill(ids, hashes).ids)
-        self.transfer.send()
+        self.transfer.send(is_last=is_last)
 
     def settle(self) -> None:
         until(lambda: not self.transfer.storing())
@@ -391,6 +391,48 @@ def test_a_dropped_key_that_waits_for_the_tier_is_never_copied(open_bench: Open)
     assert tier.contains(dropped) == [False, False]
     assert bench.device.stored == [[2, 3]]
     assert bench.transfer.num_refused == 0
+
+
+def test_a_few_blocks_wait_for_those_of_later_calls_and_are_stored_with_them(open_bench: Open) -> None:
+    bench = open_bench(_ServerTier())
+    one, other = chain(1, 2), chain(2, 1)
+    bench.store("a", one, is_last=False)
+    assert bench.transfer.storing() == {"a"}
+
+    bench.store("b", other, first_id=2)
+    bench.settle()
+
+    assert bench.device.stored == [[0, 1, 2]]
+
+
+def test_a_few_blocks_do_not_wait_for_long(open_bench: Open) -> None:
+    bench = open_bench(_ServerTier())
+    bench.store("a", chain(1, 2), is_last=False)
+
+    def is_stored() -> bool:
+        bench.transfer.send(is_last=False)
+        return not bench.transfer.storing()
+
+    until(is_stored)
+    assert bench.device.stored == [[0, 1]]
+
+
+def test_a_dropped_key_that_waits_for_later_calls_is_never_copied(open_bench: Open) -> None:
+    tier = _ServerTier()
+    bench = open_bench(tier)
+    dropped, kept = chain(1, 2), chain(2, 2)
+    bench.store("a", dropped, is_last=False)
+    bench.store("b", kept, first_id=2, is_last=False)
+
+    bench.transfer.drop({"a"})
+    assert bench.transfer.storing() == {"b"}
+    bench.device.fill([0, 1], chain(3, 2))
+    bench.transfer.send()
+    bench.settle()
+
+    until(lambda: all(tier.contains(kept)))
+    assert tier.contains(dropped) == [False, False]
+    assert bench.device.stored == [[2, 3]]
 
 
 def test_a_drop_waits_for_what_is_being_copied(open_bench: Open) -> None:

@@ -114,18 +114,26 @@ class WorkerSide:
             self._opened.load(key, load.hashes, places, load.timeout_s, load.leased)
 
     def save(self, plan: StepPlan) -> None:
-        """Begin this step's saves, after its forward pass was queued on the device."""
-        if not plan.saves:
-            return
+        """Begin this step's saves, after its forward pass was queued on the device.
+
+        A few blocks wait a moment for those of later steps, since each batch is several calls to the server and takes
+        the GIL from the engine. If a request waits for its pages to be freed, or nothing is computed, they do not wait.
+        """
+        if plan.saves:
+            self._store(plan.saves)
+        if self._transfer is not None:
+            self._transfer.send(is_last=plan.is_idle or bool(self._ended))
+
+    def _store(self, saves: Sequence[Save]) -> None:
         self._opened.note_step()
-        for save in plan.saves:
-            numbers = range(len(save.hashes)) if save.slots is None else save.slots.positions
-            places = self._places(save.pages, [save.first_block + number for number in numbers])
+        for save in saves:
+            first = save.first_block
             if save.slots is None:
+                places = self._places(save.pages, range(first, first + len(save.hashes)))
                 self._opened.store(self._key_of(save), save.hashes, places)
             else:
+                places = self._places(save.pages, [first + number for number in save.slots.positions])
                 self._opened.write_share(save.request_id, places, save.slots)
-        self._opened.send()
 
     def drop_saves(self, preempted: set[str]) -> None:
         """Return when no page of these requests is being copied, or will be."""
@@ -138,17 +146,24 @@ class WorkerSide:
         received: set[str] = set()
         if self._transfer is not None:
             sent = self._note_saved(self._transfer.storing())
-            self._wait_for_loads(self._transfer.loads)
-            arrived, over = self._transfer.loads.take()
-            for ended in arrived:
-                received.add(self._loading[ended.key].request_id)
-                self._note_load(ended)
-            for ended in over:
-                self._note_over(ended)
+            if self._loading:
+                received = self._note_loads(self._transfer.loads)
             for slots, is_written in self._transfer.take_shares():
                 self._note_share(slots, is_written=is_written)
         failed, self._failed = self._failed, set()
         return KVConnectorTransferResults(sent, received, failed)
+
+    def _note_loads(self, loads: LoadNews) -> set[str]:
+        """The requests whose loads have arrived."""
+        received: set[str] = set()
+        self._wait_for_loads(loads)
+        arrived, over = loads.take()
+        for ended in arrived:
+            received.add(self._loading[ended.key].request_id)
+            self._note_load(ended)
+        for ended in over:
+            self._note_over(ended)
+        return received
 
     def take_bad_pages(self) -> set[int]:
         bad, self._bad_pages = self._bad_pages, set()
@@ -184,6 +199,8 @@ class WorkerSide:
 
     def _note_saved(self, storing: Set[object]) -> set[str]:
         """Finished requests with no save in flight."""
+        if not self._ended and not self._saving:
+            return set()
         for number in self._saving.keys() - storing:
             del self._saving[number]
             self._news.saved.add(number)
