@@ -15,11 +15,13 @@ def places_of(pages: Sequence[int], blocks: Sequence[int], *, page_tokens: int, 
 
     Either `page_tokens` or `block_tokens` must be a multiple of the other.
     """
+    is_run = isinstance(blocks, range) and blocks.step == 1  # thousands of blocks, on the engine's thread
     if blocks:
-        assert min(blocks) >= 0, "no such block"
-        assert (max(blocks) + 1) * block_tokens <= len(pages) * page_tokens, "the pages end before the blocks"
+        first, last = (blocks[0], blocks[-1]) if is_run else (min(blocks), max(blocks))
+        assert first >= 0, "no such block"
+        assert (last + 1) * block_tokens <= len(pages) * page_tokens, "the pages end before the blocks"
     if page_tokens == block_tokens:
-        return [pages[block] for block in blocks]
+        return list(pages[blocks[0] : blocks[-1] + 1]) if is_run and blocks else [pages[block] for block in blocks]
     part_tokens = min(page_tokens, block_tokens)
     parts_per_page = page_tokens // part_tokens
     return [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +37,28 @@ def test_parts_of_all_blocks_are_all_parts_of_their_pages(pages: list[int], page
     assert places == [page * per_page + part for page in pages[:num_used] for part in range(per_page)]
 
 
-@pytest.mark.parametrize(("blocks", "sentence"), [([-1], "no such block"), ([2], "the pages end before the blocks")])
-def test_blocks_outside_the_pages_have_no_places(blocks: list[int], sentence: str) -> None:
+@given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 12), st.integers(0, 12))
+def test_a_run_of_blocks_has_the_places_of_its_blocks(page_power: int, block_power: int, first: int, end: int) -> None:
+    page_tokens, block_tokens = 1 << page_power, 1 << block_power
+    pages = list(range(100, 100 + 12 * block_tokens // page_tokens + 1))
+
+    run, listed = (
+        places_of(pages, blocks, page_tokens=page_tokens, block_tokens=block_tokens)
+        for blocks in (range(first, end), list(range(first, end)))
+    )
+
+    assert run == listed
+
+
+@pytest.mark.parametrize(
+    ("blocks", "sentence"),
+    [
+        ([-1], "no such block"),
+        ([2], "the pages end before the blocks"),
+        (range(-1, 1), "no such block"),
+        (range(1, 3), "the pages end before the blocks"),
+    ],
+)
+def test_blocks_outside_the_pages_have_no_places(blocks: Sequence[int], sentence: str) -> None:
     with pytest.raises(AssertionError, match=sentence):
         places_of([4, 5], blocks, page_tokens=16, block_tokens=16)
