@@ -34,7 +34,7 @@ _MIN_STAGING_BLOCKS = 16
 _IDLE_WAIT_S = 0.002
 """Longest wait for a load in a step without work. Without it, vLLM's polling keeps the GIL from the load."""
 _ARRIVING_S = 0.05
-"""Longest wait of a computing step for the load that precedes it on the device; usually about 10 ms."""
+"""Longest wait of a computing step for the load that precedes it on the device; usually about 15 ms."""
 
 
 class WorkerSide:
