@@ -236,6 +236,28 @@ def test_a_resumed_request_is_looked_at_in_its_first_step(server: ServerProcess)
         assert list(engine.saved) == list(engine.expected(request, 2))
 
 
+def test_what_a_preempted_request_was_saving_is_saved_again_though_vllm_still_has_it(server: ServerProcess) -> None:
+    tokens = _tokens(40, 8)
+    with _engine(server) as engine:
+        request = engine.add("one", tokens)
+        engine.step({request: 40})
+        expected = engine.expected(request, 2)
+        assert engine.saved == expected
+        engine.saved.clear()
+        engine.step({}, preempted={"one"})  # the worker drops what it has not copied yet
+        engine.own.hashes = set(request.block_hashes)
+        request.num_computed_tokens = 32
+        engine.match(request)
+
+        engine.step({request: 8}, resumed={"one"})
+
+        assert engine.saved == expected
+        other = engine.add("other", tokens, num_own_pages=2)
+        engine.saved.clear()
+        engine.step({other: 8})
+        assert not engine.saved, "it was given to the server by now"
+
+
 def test_answers_are_left_out_if_only_prompts_are_stored(server: ServerProcess) -> None:
     with _engine(server, store="prompt") as engine:
         request = engine.add("one", _tokens(40))

@@ -449,9 +449,11 @@ class SchedulerSide:
         return due
 
     def _save_again(self, tracked: Tracked) -> None:
-        """Nothing of the request may be stored: save it from its first block on."""
+        """Any of the request's blocks may be missing from the cache: save it from its first block on."""
         tracked.num_saved = 0
         self._behind.add(tracked.request.request_id)
+        if tracked.lookup.root is not None:
+            self._note_stored(tracked, is_asked=False)
 
     def _plan_save(self, saves: list[Save], tracked: Tracked, num_tokens: int) -> bool:
         """Save the blocks that are full at the end of this step. False if later steps have to save some of them."""
@@ -526,8 +528,8 @@ class SchedulerSide:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
-        tracked.has_saves = False
-        if self._shared is not None and self._shared.drop(request_id):
+        had_saves, tracked.has_saves = tracked.has_saves, False
+        if had_saves if self._shared is None else self._shared.drop(request_id):
             self._save_again(tracked)
 
     # --- explaining ---------------------------------------------------------------------------------------------------
