@@ -116,10 +116,13 @@ class KnownPrefixes:
     def note_stored(self, root: Namespace, pages: Sequence[bytes], num_blocks: int, *, is_asked: bool) -> None:
         """The cache has, or is being given, the first `num_blocks` blocks. `is_asked`: it was asked for all of them."""
         found = self.find(root, pages)
-        if found is not None:
-            found[0].num_stored = num_blocks
-            if is_asked:
-                found[0].asked_at = self._clock()
+        if found is None:
+            return
+        prefix, num_known = found
+        # What the prompt has beyond the known prefix is not what the prefix has there.
+        prefix.num_stored = num_blocks if num_blocks <= num_known else max(prefix.num_stored, num_known)
+        if is_asked:
+            prefix.asked_at = self._clock()
 
     def forget_stored(self) -> None:
         """The cache may have lost all of them."""

@@ -167,6 +167,22 @@ def test_what_is_stored_of_a_prompt_is_known_for_a_while() -> None:
     assert bench.num_stored(tokens) == 0
 
 
+def test_what_a_prompt_has_stored_says_nothing_of_another_beyond_what_they_share() -> None:
+    bench, shared = Bench(), _tokens(40, more=0)
+    one, other = shared + _tokens(20, 1), shared + _tokens(4, 2)
+    bench.describe(one)
+    bench.store(one, 40)
+    bench.describe(other)
+
+    bench.store(other, 44)
+    assert bench.num_stored(one) == 40
+    assert bench.is_fresh(other)
+
+    bench.store(one, 60)
+    bench.store(other, 44, is_asked=False)
+    assert bench.num_stored(one) == 60
+
+
 def test_new_ends_of_a_prefix_do_not_keep_it_fresh() -> None:
     """Else the cache would never be asked for what the engine always has, and would lose it."""
     bench, shared = Bench(), _tokens(40, more=0)
