@@ -51,6 +51,11 @@ _NEUTRAL_IN_TEXT: Neutral = {"verbosity": ("medium",)}
 _NEUTRAL_IN_REASONING: Neutral = {"context": ("auto",), "mode": ("standard",)}
 _NEUTRAL_IN_TOOLS: Neutral = {"defer_loading": (False,), "namespace": (), "output_schema": (), "async": (False,)}
 _SUMMARIES = ("auto", "concise", "detailed")
+_RUN_BY_SERVERS = (
+    *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    *("file_search", "code_interpreter", "image_generation", "mcp"),
+)
+"""Tools that OpenAI's servers run, which some agents always offer. The model does not hear of them."""
 
 
 def read_response(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
@@ -198,14 +203,18 @@ def _input(body: JsonBody) -> tuple[list[object], list[ChatMessage]]:
 
 
 def _tools(body: JsonBody) -> list[Tool]:
-    return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.items("tools", MAX_TOOLS) or [])]
+    """Those that the client runs."""
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.items("tools", MAX_TOOLS) or [])]
+    return [tool for tool in tools if tool is not None]
 
 
-def _tool(tool: object, path: str) -> Tool:
+def _tool(tool: object, path: str) -> Tool | None:
     if not isinstance(tool, dict):
         raise invalid(path, f"{path} must be an object, not {shown(tool)}")
     body = JsonBody(tool, f"{path}.")
     kind = body.needed_text("type")
+    if kind in _RUN_BY_SERVERS:
+        return None
     if kind != "function":
         raise body.refuse("type", f"is {shown(kind)}: only tools of type function are supported here")
     found = read_flat_tool(body, path, "parameters")

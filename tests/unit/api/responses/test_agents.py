@@ -159,6 +159,19 @@ def test_a_call_that_is_asked_for_is_enforced(client: openai.OpenAI, engine: Fak
     assert engine.last.params.grammar is None
 
 
+def test_tools_that_servers_run_are_not_offered(client: openai.OpenAI, engine: FakeEngine) -> None:
+    hosted: Any = [{"type": "web_search", "external_web_access": False}, {"type": "mcp", "server_label": "x"}]
+    client.responses.create(model=MODEL, input="1 + 2?", tools=[_TOOL])
+    without = _prompt(engine)
+    response = client.responses.create(model=MODEL, input="1 + 2?", tools=[*hosted, _TOOL])
+
+    assert _prompt(engine) == without
+    assert [tool.type for tool in response.tools] == ["function"]
+    for choice in ("required", {"type": "web_search"}):
+        with pytest.raises(openai.BadRequestError, match="tool_choice"):
+            client.responses.create(model=MODEL, input="1 + 2?", tools=hosted, tool_choice=choice)  # type: ignore[arg-type]
+
+
 def test_a_form_of_the_text_is_enforced(client: openai.OpenAI, engine: FakeEngine) -> None:
     engine.script = saying("{}")
     form: Any = {"format": {"type": "json_schema", "name": "sum", "schema": SCHEMA, "strict": True}}
