@@ -42,11 +42,15 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "gemma3 in one group": {"disable_hybrid_kv_cache_manager": True},
     "mistral": {},
     "llama4": {"disable_hybrid_kv_cache_manager": False},
+    "llama4 in one group": {"disable_hybrid_kv_cache_manager": True},
     "lfm2": {"enable_prefix_caching": True},
 }
 """The settings of an engine for each model."""
 
-_LEAST: dict[str, int] = {"gemma3": 288, "mistral": 288, "gemma3 in one group": 288, "llama4": 288, "lfm2": 288}
+_LEAST: dict[str, int] = {
+    **{"gemma3": 288, "mistral": 288, "gemma3 in one group": 288, "lfm2": 288},
+    **{"llama4": 288, "llama4 in one group": 288},
+}
 """Tokens of the prompt that are a hit at least: it can be resumed at ends of pages, or where there is a state."""
 
 hands_over = pytest.mark.skipif(not HANDS_OVER_STATES, reason="this release of vLLM does not report its pages")
@@ -79,7 +83,7 @@ def _settle(llm: LLM, server: str) -> None:
 
 
 @hands_over
-@pytest.mark.parametrize("name", [*MODELS, "llama4"])
+@pytest.mark.parametrize("name", [*MODELS, "llama4", "llama4 in one group"])
 def test_a_prefix_is_a_hit_for_the_next_engine_and_answers_are_those_without_the_plug_in(
     server: ServerProcess, name: str
 ) -> None:
