@@ -12,7 +12,8 @@ class AnswerForm(msgspec.Struct, frozen=True):
     of calls are text. `tool_names` are the request's tools; without `allows_several`, only the first call is shown.
     `splits_reasoning` if the model's template knows `<think>`; `shows_reasoning` unless the client wants no reasoning.
     `parameter_types` has the JSON types of each tool's parameters, for formats that write values without types; the
-    list is empty if a parameter may have any type.
+    list is empty if a parameter may have any type. `call_kinds` has, by name, the kinds of tools whose calls are not
+    shown as those of functions.
     """
 
     tool_format: str = ""
@@ -21,6 +22,7 @@ class AnswerForm(msgspec.Struct, frozen=True):
     splits_reasoning: bool = False
     shows_reasoning: bool = True
     parameter_types: dict[str, dict[str, list[str]]] = {}
+    call_kinds: dict[str, str] = {}
 
 
 PLAIN = AnswerForm()

@@ -36,6 +36,10 @@ MAX_TOOLS = 1024
 MAX_TOOL_NAME_CHARACTERS = 256
 MAX_CONTEXT_EDITS = 16
 MAX_CALLS = 1024
+MAX_CALL_COMMANDS = 4096
+"""Commands, or words of one, of a shell's call in the history."""
+
+MAX_SKILLS = 1024
 """Tool calls in one message."""
 
 MAX_ID_CHARACTERS = 256

@@ -77,7 +77,8 @@ def test_if_all_are_allowed_any_answer_is_right(client: httpx.Client, engine: Fa
         (["add"], {"mode": 1}, "tool_choice.allowed_tools.mode", "tool_choice.mode"),
         (["add"], {"more": 1}, "tool_choice.allowed_tools.more", "tool_choice.more"),
         (["add"], {"tools": [1]}, "tool_choice.allowed_tools.tools[0]", "tool_choice.tools[0]"),
-        (["add"], {"tools": [{"type": "mcp"}]}, "tool_choice.allowed_tools.tools[0]", "tool_choice.tools[0]"),
+        (["add"], {"tools": [{"type": "x"}]}, "tool_choice.allowed_tools.tools[0].type", "tool_choice.tools[0].type"),
+        (["add"], {"tools": [{"type": "mcp"}]}, "tool_choice.allowed_tools.tools[0].type", "tool_choice.tools"),
     ],
 )
 def test_a_choice_that_cannot_be_followed_is_refused_by_name(

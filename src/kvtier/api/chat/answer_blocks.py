@@ -9,17 +9,22 @@ from typing import Literal
 from kvtier.api.answer_form import AnswerForm
 from kvtier.api.chat.answer_reader import AnswerReader
 from kvtier.api.chat.parts import AnswerPart, CallArguments, CallBegin, ReasoningPart, TextPart
+from kvtier.api.chat.tool import FUNCTION
 
 BlockKind = Literal["text", "reasoning", "call"]
 
 
 @dataclass(slots=True)
 class AnswerBlock:
-    """A contiguous part of an answer. For a tool call, `call` has its name and id, and the text is its arguments."""
+    """A contiguous part of an answer. For a tool call, `call` has its name and id, and the text is its arguments.
+
+    `tool_kind` is the kind of the called tool.
+    """
 
     index: int
     kind: BlockKind
     call: CallBegin | None = None
+    tool_kind: str = FUNCTION
     texts: list[str] = field(default_factory=list)
 
     @property
@@ -52,6 +57,7 @@ class AnswerBlocks:
     def __init__(self, form: AnswerForm, prompt_end: str = "") -> None:
         self.blocks: list[AnswerBlock] = []
         self.num_reasoning_tokens = 0
+        self._tool_kinds = form.call_kinds
         self._reader = AnswerReader(form, prompt_end)
         self._open: AnswerBlock | None = None
         self._held = ""
@@ -114,7 +120,8 @@ class AnswerBlocks:
         events = self._end()
         if kind != "text":
             self._held = ""
-        self._open = AnswerBlock(len(self.blocks), kind, call)
+        tool_kind = FUNCTION if call is None else self._tool_kinds.get(call.name, FUNCTION)
+        self._open = AnswerBlock(len(self.blocks), kind, call, tool_kind)
         self.blocks.append(self._open)
         return [*events, BlockBegins(self._open)]
 

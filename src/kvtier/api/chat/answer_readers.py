@@ -49,6 +49,9 @@ class AnswerReaders:
             self.num_reasoning_tokens += num_tokens
         return parts
 
+    def num_calls(self, choice: int) -> int:
+        return self._reader(choice).num_calls
+
     def finish_reason(self, choice: int, reason: str | None) -> str | None:
         """The finish reason in OpenAI's API, where an answer that ends with tool calls has a reason of its own."""
         return "tool_calls" if reason == "stop" and self._reader(choice).num_calls else reason

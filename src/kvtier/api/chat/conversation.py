@@ -13,8 +13,8 @@ from msgspec import structs
 from kvtier.api.answer_form import AnswerForm
 from kvtier.api.chat.call_grammar import AnswerRules
 from kvtier.api.chat.template_marks import TemplateMarks, marks_of
+from kvtier.api.chat.tool import FUNCTION, properties_of, types_of
 from kvtier.api.chat.tool import Tool as Tool
-from kvtier.api.chat.tool import properties_of, types_of
 from kvtier.api.chat.tool_formats import TOOL_FORMATS
 from kvtier.api.chat.tool_formats.tool_format import ToolFormat
 from kvtier.api.config import AUTO, THINK
@@ -165,6 +165,7 @@ def _form(
         splits_reasoning,
         conversation.shows_reasoning,
         types,
+        {tool.name: tool.kind for tool in tools if tool.kind != FUNCTION},
     )
 
 

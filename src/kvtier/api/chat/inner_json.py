@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvtier.api.chat.input_text import INPUT
 from kvtier.api.chat.tool import Tool
 from kvtier.api.json_body import JsonBody, decode_inner
 from kvtier.api.limits import MAX_INNER_DEPTH, MAX_INNER_VALUES, MAX_TOOL_NAME_CHARACTERS
@@ -70,7 +71,10 @@ def read_wrapped_tool(body: JsonBody, document: dict[str, object]) -> Tool:
 
 def read_call(call: JsonBody) -> tuple[ToolCall, int]:
     """Read a call of an earlier answer, and the length of its arguments in characters. Raises `HttpError`."""
-    function = call.inner("function")
+    function, custom = call.inner("function"), call.inner("custom")
+    if function is None and custom is not None:
+        text = custom.needed_text(INPUT)
+        return ToolCall(custom.needed_text("name"), {INPUT: text}, call.text("id") or ""), len(text)
     if function is None:
         raise call.wrong("function", "an object with name and arguments")
     arguments, num_characters = read_arguments(function.value("arguments"))

@@ -67,8 +67,7 @@ class Lark:
             schema = json.loads(grammar.text)
             return self.rule("%json " + json.dumps({**schema, **spacing} if isinstance(schema, dict) else schema))
         if grammar.kind == "regex":
-            escaped = _UNESCAPED_SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], grammar.text)
-            return self.terminal("/" + escaped.replace("\n", r"\n").replace("\r", r"\r") + "/")
+            return self._regex(grammar.text)
         return self.rule(lark_inside(grammar.text))
 
     def named_object(self, tool: Tool, key: str) -> str:
@@ -87,7 +86,8 @@ class Lark:
         required = schema.get("required")
         found = []
         for name, inner in properties_of(schema).items():
-            element = f"{self.literal(begin.replace('{}', name))} {self._element_value(schema, inner, end)}"
+            value = self._element_value(schema, inner, end, tool.pattern)
+            element = f"{self.literal(begin.replace('{}', name))} {value}"
             is_required = isinstance(required, list) and name in required
             found.append(element if is_required else f"({element})?")
         return " ".join(found)
@@ -98,14 +98,20 @@ class Lark:
         whole = {**(inner if isinstance(inner, dict) else {}), **shared, "x-guidance": TEMPLATE_SPACING}
         return self.rule("%json " + json.dumps(whole, ensure_ascii=False))
 
-    def _element_value(self, schema: Mapping[str, object], inner: object, end: str) -> str:
+    def _element_value(self, schema: Mapping[str, object], inner: object, end: str, pattern: str) -> str:
         values = inner.get("enum") if isinstance(inner, dict) else None
         if isinstance(values, list) and values and all(isinstance(one, str) and one for one in values):
             return f"({' | '.join(map(self.literal, values))}) {self.literal(end)}"
+        if pattern:
+            return f"{self._regex(pattern)} {self.literal(end)}"
         if "string" in types_of(inner):
             first = next((mark for mark in self._special_tokens if end.startswith(mark)), "")
             return f"{self.any_text()} {self.literal(end)}" if first else self.until(end)
         return f"{self.value(schema, inner)} {self.literal(end)}"
+
+    def _regex(self, pattern: str) -> str:
+        escaped = _UNESCAPED_SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], pattern)
+        return self.terminal("/" + escaped.replace("\n", r"\n").replace("\r", r"\r") + "/")
 
     def _token(self, mark: str) -> str:
         """A special token by its name, or by its id if the syntax does not allow that name."""

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+
+FUNCTION: Final = "function"
+CUSTOM: Final = "custom"
+"""A tool that takes text: its arguments are an object with this text alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +22,12 @@ class Tool:
     parameters: Mapping[str, object] | None
     document: dict[str, object]
     is_strict: bool = False
+    kind: str = FUNCTION
+    """How its calls are shown in an answer; for the model every tool is a function."""
+    given: Mapping[str, object] | None = None
+    """The tool as the client describes it, if that is not as a function."""
+    pattern: str = ""
+    """With `is_strict`, a regular expression for all its text parameters, in formats that write them without quotes."""
 
 
 def properties_of(schema: Mapping[str, object] | None) -> dict[str, object]:

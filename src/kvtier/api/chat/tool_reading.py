@@ -13,9 +13,7 @@ from kvtier.api.neutral_fields import invalid
 
 def read_flat_tool(body: JsonBody, path: str, schema_name: str) -> Tool:
     """Read a tool without an inner `function`, as in Responses and Messages; its schema is under `schema_name`."""
-    name = body.short_text("name", MAX_TOOL_NAME_CHARACTERS)
-    if not name or not name.isprintable():
-        raise invalid(f"{path}.name", f"{path}.name must be a function's name, in printable characters")
+    name = read_tool_name(body, path)
     description = body.text("description")
     parameters = _read_parameters(body, schema_name)
     function: dict[str, object] = {"name": name}
@@ -25,6 +23,13 @@ def read_flat_tool(body: JsonBody, path: str, schema_name: str) -> Tool:
         function["parameters"] = parameters
     document: dict[str, object] = {"type": "function", "function": function}
     return Tool(name, parameters, document, is_strict=body.flag("strict") is True)
+
+
+def read_tool_name(body: JsonBody, path: str) -> str:
+    name = body.short_text("name", MAX_TOOL_NAME_CHARACTERS)
+    if not name or not name.isprintable():
+        raise invalid(f"{path}.name", f"{path}.name must be a function's name, in printable characters")
+    return name
 
 
 def _read_parameters(body: JsonBody, name: str) -> dict[str, object] | None:
@@ -51,10 +56,10 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
         raise invalid("tool_choice", f"tool_choice names {shown(choice.name)}, which is not one of the tools")
 
 
-def read_allowed_tools(body: JsonBody, path: str, name_of: Callable[[JsonBody], str]) -> ToolChoice:
-    """Read an object with a `mode` and the `tools` that may be called; `name_of` reads a tool's name.
+def read_allowed_tools(body: JsonBody, path: str, name_of: Callable[[JsonBody], str | None]) -> ToolChoice:
+    """Read an object with a `mode` and the `tools` that may be called; `name_of` reads a tool's type and name.
 
-    Raises `HttpError`.
+    Tools without a name are not for the model: they are left out. Raises `HttpError`.
     """
     mode = body.needed_text("mode")
     if mode not in ("auto", "required"):
@@ -62,13 +67,14 @@ def read_allowed_tools(body: JsonBody, path: str, name_of: Callable[[JsonBody], 
     names = []
     for index, given in enumerate(body.items("tools", MAX_TOOLS) or ()):
         place = f"{path}.tools[{index}]"
-        if not isinstance(given, dict) or given.get("type") != "function":
-            raise invalid(place, f"{place} must be an object of type function, not {shown(given)}")
+        if not isinstance(given, dict):
+            raise invalid(place, f"{place} must be an object, not {shown(given)}")
         inner = JsonBody(given, f"{place}.")
-        inner.value("type")
-        names.append(name_of(inner))
-        inner.refuse_rest()
+        name = name_of(inner)
+        if name is not None:
+            names.append(name)
+            inner.refuse_rest()
     if not names:
-        raise body.wrong("tools", "a list of at least one function that may be called")
+        raise body.wrong("tools", "a list of at least one tool that the model can call")
     body.refuse_rest()
     return ToolChoice("required" if mode == "required" else "auto", allowed=tuple(dict.fromkeys(names)))

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from kvtier.api.chat.conversation import Conversation, Tool, ToolChoice
+from kvtier.api.chat.custom_tool import read_custom_tool
 from kvtier.api.chat.effort import EFFORTS, THINKS
 from kvtier.api.chat.inner_json import read_call, read_wrapped_tool
+from kvtier.api.chat.tool import CUSTOM, FUNCTION
 from kvtier.api.chat.tool_reading import check_tools, read_allowed_tools
 from kvtier.api.json_body import JsonBody, shown
 from kvtier.api.limits import (
@@ -170,11 +172,27 @@ def _tools(body: JsonBody, marked: Marked) -> list[Tool]:
     for index, given in enumerate(body.items("tools", MAX_TOOLS) or ()):
         if not isinstance(given, dict):
             raise invalid(f"tools[{index}]", f"tools[{index}] must be an object, not {shown(given)}")
-        tools.append(read_wrapped_tool(JsonBody(given, f"tools[{index}]."), given))
+        tools.append(_tool(JsonBody(given, f"tools[{index}]."), given, f"tools[{index}]"))
         ttl_s = read_cache_control(JsonBody(given, f"tools[{index}]."))
         if ttl_s is not None:
             marked.append((ttl_s, 1))
     return tools
+
+
+def _tool(body: JsonBody, given: dict[str, object], path: str) -> Tool:
+    custom = body.inner(CUSTOM) if body.value("type") == CUSTOM else None
+    if custom is None:
+        return read_wrapped_tool(body, given)
+    tool = read_custom_tool(custom, f"{path}.{CUSTOM}", given, _grammar_inside)
+    custom.refuse_rest()
+    return tool
+
+
+def _grammar_inside(form: JsonBody) -> JsonBody:
+    found = form.inner("grammar")
+    if found is None:
+        raise form.missing("grammar")
+    return found
 
 
 def _tool_choice(body: JsonBody, tools: Sequence[Tool]) -> ToolChoice:
@@ -197,17 +215,23 @@ def _named(body: JsonBody) -> ToolChoice:
     allowed = choice.inner("allowed_tools")
     if choice.text("type") == "allowed_tools" and allowed is not None:
         return read_allowed_tools(allowed, "tool_choice.allowed_tools", _wrapped_name)
-    function = choice.inner("function")
-    if choice.text("type") != "function" or function is None:
-        raise choice.wrong("type", "function or allowed_tools, with a field of that name beside it")
-    return ToolChoice("named", function.needed_text("name"))
+    named = _named_inside(choice)
+    if named is None:
+        raise choice.wrong("type", "function, custom or allowed_tools, with a field of that name beside it")
+    return ToolChoice("named", named.needed_text("name"))
 
 
 def _wrapped_name(tool: JsonBody) -> str:
-    function = tool.inner("function")
-    if function is None:
-        raise tool.missing("function")
-    return function.needed_text("name")
+    named = _named_inside(tool)
+    if named is None:
+        raise tool.wrong("type", "function or custom, with a field of that name beside it")
+    return named.needed_text("name")
+
+
+def _named_inside(body: JsonBody) -> JsonBody | None:
+    """The object that has a tool's name: its field's name is the tool's type."""
+    kind = body.text("type")
+    return body.inner(kind) if kind in (FUNCTION, CUSTOM) else None
 
 
 # --- values for the template ------------------------------------------------------------------------------------------

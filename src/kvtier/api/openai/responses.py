@@ -13,7 +13,9 @@ from datetime import UTC, datetime
 import msgspec
 
 from kvtier.api.chat.answer_readers import AnswerReaders
-from kvtier.api.chat.parts import AnswerPart, CallBegin, ReasoningPart, TextPart
+from kvtier.api.chat.input_text import InputText, input_text
+from kvtier.api.chat.parts import AnswerPart, CallArguments, CallBegin, ReasoningPart, TextPart, WholeCall
+from kvtier.api.chat.tool import CUSTOM, FUNCTION
 from kvtier.api.generation import GenerationRequest, Usage, WholeAnswer
 from kvtier.api.http_error import HttpError, http_error_of
 from kvtier.api.logprobs import EncodedLogprobs, SampledToken, encode_items, joined
@@ -139,19 +141,28 @@ class _Function(msgspec.Struct, omit_defaults=True):
     arguments: str | msgspec.UnsetType = msgspec.UNSET
 
 
+class _CustomInput(msgspec.Struct, omit_defaults=True):
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    input: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class _CallDelta(msgspec.Struct, omit_defaults=True):
-    """The first delta of a call has all fields; later deltas have the next characters of its arguments."""
+    """The first delta of a call has all fields; later deltas have the next characters of its arguments or input."""
 
     index: int
     id: str | msgspec.UnsetType = msgspec.UNSET
     type: str | msgspec.UnsetType = msgspec.UNSET
     function: _Function | msgspec.UnsetType = msgspec.UNSET
+    custom: _CustomInput | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Call(msgspec.Struct):
+    """A call of a function or of a custom tool."""
+
     id: str
     type: str
-    function: _Function
+    function: _Function | msgspec.UnsetType = msgspec.UNSET
+    custom: _CustomInput | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Delta(msgspec.Struct, omit_defaults=True):
@@ -195,6 +206,7 @@ class ChatEncoder(_OpenAiEncoder):
         super().__init__(asked, request_id)
         self._begun: set[int] = set()
         self._readers = AnswerReaders(asked.form, asked.params.n)
+        self._inputs: dict[int, InputText] = {}
 
     def begin(self, prompt_ends: Sequence[str]) -> None:
         self._readers.begin(prompt_ends)
@@ -207,7 +219,9 @@ class ChatEncoder(_OpenAiEncoder):
         if choice not in self._begun:
             self._begun.add(choice)
             events = self._event(_ChatChunkChoice(choice, _Delta("assistant", "")))
-        deltas = [_delta(part) for part in self._readers.push(choice, piece)]
+        deltas = [delta for part in self._readers.push(choice, piece) for delta in self._deltas(choice, part)]
+        if piece.completion is not None:
+            deltas += self._rest_of_input(choice, self._readers.num_calls(choice) - 1)
         if logprobs and not deltas:
             deltas = [_Delta(content="")]  # the text is held back: it may be the start of a marker
         shown = _chat_logprobs(logprobs)
@@ -225,11 +239,36 @@ class ChatEncoder(_OpenAiEncoder):
         if parts.reasoning:
             message.reasoning_content = message.reasoning = parts.reasoning
         if parts.calls:
-            message.tool_calls = [
-                _Call(call.call_id, "function", _Function(call.name, call.arguments)) for call in parts.calls
-            ]
+            message.tool_calls = list(map(self._call, parts.calls))
         logprobs = None if answer.logprobs is None else _ChatLogprobs(joined(answer.logprobs))
         return _ChatChoice(index, message, logprobs, self._readers.finish_reason(index, answer.finish_reason))
+
+    def _call(self, call: WholeCall) -> _Call:
+        if self._is_custom(call.name):
+            return _Call(call.call_id, CUSTOM, custom=_CustomInput(call.name, input_text(call.arguments)))
+        return _Call(call.call_id, FUNCTION, _Function(call.name, call.arguments))
+
+    def _deltas(self, choice: int, part: AnswerPart) -> list[_Delta]:
+        """The deltas for a part. A call of a custom tool has an input instead of arguments."""
+        if isinstance(part, CallBegin):
+            rest = self._rest_of_input(choice, part.number - 1)
+            if not self._is_custom(part.name):
+                return [*rest, _delta(part)]
+            self._inputs[choice] = InputText()
+            begun = _CallDelta(part.number, part.call_id, CUSTOM, custom=_CustomInput(part.name, ""))
+            return [*rest, _Delta(tool_calls=[begun])]
+        text = self._inputs.get(choice)
+        if text is None or not isinstance(part, CallArguments):
+            return [_delta(part)]
+        return _input_deltas(part.number, text.push(part.text))
+
+    def _rest_of_input(self, choice: int, number: int) -> list[_Delta]:
+        """What is left of the input of call `number`, which is complete."""
+        text = self._inputs.pop(choice, None)
+        return [] if text is None else _input_deltas(number, text.finish())
+
+    def _is_custom(self, name: str) -> bool:
+        return self._asked.form.call_kinds.get(name) == CUSTOM
 
     def usage(self, usage: Usage) -> msgspec.Struct:
         document = _usage_document(usage)
@@ -252,8 +291,12 @@ def _delta(part: AnswerPart) -> _Delta:
     if isinstance(part, ReasoningPart):
         return _Delta(reasoning_content=part.text, reasoning=part.text)
     if isinstance(part, CallBegin):
-        return _Delta(tool_calls=[_CallDelta(part.number, part.call_id, "function", _Function(part.name, ""))])
+        return _Delta(tool_calls=[_CallDelta(part.number, part.call_id, FUNCTION, _Function(part.name, ""))])
     return _Delta(tool_calls=[_CallDelta(part.number, function=_Function(arguments=part.text))])
+
+
+def _input_deltas(number: int, text: str) -> list[_Delta]:
+    return [_Delta(tool_calls=[_CallDelta(number, custom=_CustomInput(input=text))])] if text else []
 
 
 def _chat_logprobs(tokens: Sequence[SampledToken] | None) -> _ChatLogprobs | None:

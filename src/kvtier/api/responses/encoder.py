@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvtier.api.chat.answer_blocks import AnswerBlock, AnswerBlocks, BlockBegins, BlockEnds, BlockEvent, BlockGrows
+from kvtier.api.chat.input_text import InputText
+from kvtier.api.chat.tool import CUSTOM
 from kvtier.api.generation import GenerationRequest, Usage, WholeAnswer
 from kvtier.api.http_error import HttpError, http_error_of
 from kvtier.api.logprobs import EncodedLogprobs, SampledToken, encode_items, joined
+from kvtier.api.responses.call_items import CALL_ITEMS
 from kvtier.api.responses.items import item_id, output_item, reasoning_part, text_part
 from kvtier.api.responses.record import ResponseRecord
 from kvtier.engine.answer import Completion, StreamPiece
@@ -70,6 +73,7 @@ class ResponseEncoder:
         self._num_events = 0
         self._completion: Completion | None = None
         self._logprobs: list[SampledToken] = []
+        self._input = InputText()  # of the newest call, if its tool is a custom one
 
     def begin(self, prompt_ends: Sequence[str]) -> None:
         self._blocks = AnswerBlocks(self._asked.form, prompt_ends[0])
@@ -112,9 +116,10 @@ class ResponseEncoder:
         block = event.block
         place: dict[str, object] = {"item_id": item_id(self._response_id, block), "output_index": block.index}
         if isinstance(event, BlockGrows):
-            return [self._grown(event)]
+            return self._grown(block, event.text)
         if isinstance(event, BlockBegins):
             self._drop_logprobs(block)
+            self._input = InputText()
             item = self._item(block, _IN_PROGRESS)
             added = [self._event("response.output_item.added", output_index=block.index, item=item)]
             if block.kind != "call":
@@ -125,32 +130,35 @@ class ResponseEncoder:
         assert isinstance(event, BlockEnds)
         return [*self._ended(block, place), self._item_done(block)]
 
-    def _grown(self, event: BlockGrows) -> bytes:
-        block = event.block
-        kind = _DELTAS[block.kind]
-        delta = _Delta(kind, self._num_events, item_id(self._response_id, block), block.index, event.text)
+    def _grown(self, block: AnswerBlock, text: str) -> list[bytes]:
+        kind = CALL_ITEMS[block.tool_kind].delta if block.kind == "call" else _DELTAS[block.kind]
+        if block.tool_kind == CUSTOM:
+            text = self._input.push(text)
+        if not kind or not text:
+            return []
+        delta = _Delta(kind, self._num_events, item_id(self._response_id, block), block.index, text)
         if block.kind != "call":
             delta.content_index = 0
         if block.kind == "text":
             delta.logprobs, self._logprobs = self._logprobs, []
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + _encode(delta) + b"\n\n"
+        return [b"event: " + kind.encode() + b"\ndata: " + _encode(delta) + b"\n\n"]
 
     def _ended(self, block: AnswerBlock, place: dict[str, object]) -> list[bytes]:
         text = block.text
         if block.kind == "call":
             assert block.call is not None
-            return [
-                self._event(
-                    "response.function_call_arguments.done", **place, name=block.call.name, arguments=text or "{}"
-                )
-            ]
-        done: dict[str, object] = {**place, "content_index": 0}
+            item = CALL_ITEMS[block.tool_kind]
+            rest = self._input.finish() if block.tool_kind == CUSTOM else ""
+            grown = [self._event(item.delta, **place, delta=rest)] if rest else []
+            done = [self._event(item.done, **place, **item.done_fields(block.call, text))] if item.done else []
+            return [*grown, *done]
+        place["content_index"] = 0
         if block.kind == "reasoning":
-            whole = self._event("response.reasoning_text.done", **done, text=text)
+            whole = self._event("response.reasoning_text.done", **place, text=text)
         else:
-            whole = self._event("response.output_text.done", **done, text=text, logprobs=())
-        return [whole, self._event("response.content_part.done", **done, part=_part(block, text))]
+            whole = self._event("response.output_text.done", **place, text=text, logprobs=())
+        return [whole, self._event("response.content_part.done", **place, part=_part(block, text))]
 
     def _item_done(self, block: AnswerBlock) -> bytes:
         is_last = block is self._blocks.blocks[-1] and self._completion is not None
@@ -257,7 +265,6 @@ class ResponseEncoder:
 _DELTAS = {
     "text": "response.output_text.delta",
     "reasoning": "response.reasoning_text.delta",
-    "call": "response.function_call_arguments.delta",
 }
 
 

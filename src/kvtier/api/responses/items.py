@@ -5,15 +5,17 @@ Items that clients send back have fields without meaning for a model (ids, state
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvtier.api.chat.answer_blocks import AnswerBlock
 from kvtier.api.chat.inner_json import read_arguments
 from kvtier.api.chat.sealed_thoughts import sealed, unsealed
 from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import JsonBody, shown
-from kvtier.api.limits import MAX_ID_CHARACTERS, MAX_PARTS, MAX_TOOL_NAME_CHARACTERS
+from kvtier.api.limits import MAX_PARTS
 from kvtier.api.neutral_fields import invalid
+from kvtier.api.responses.call_items import CALL_ITEMS, CallItem, read_id
+from kvtier.api.responses.client_tools import shell_output
 from kvtier.engine.process.messages import ChatMessage, ToolCall
 
 REFERENCE = "reference"
@@ -21,7 +23,9 @@ REFERENCE = "reference"
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_PREFIXES = {"text": "msg", "reasoning": "rs"}
+
+_Reader = Callable[[JsonBody, str], ChatMessage | None]
 
 
 # --- input ------------------------------------------------------------------------------------------------------------
@@ -46,14 +50,31 @@ def _read_message(body: JsonBody, path: str) -> ChatMessage:
     return ChatMessage(role, _text(body, "content", path))
 
 
-def _read_call(body: JsonBody, path: str) -> ChatMessage:
-    arguments, num_characters = read_arguments(body.text("arguments"))
-    call = ToolCall(_name(body), arguments, _id(body, "call_id"))
-    return ChatMessage("assistant", "", tool_calls=[call], num_more_characters=num_characters)
+def _reader_of_calls(item: CallItem) -> _Reader:
+    def read(body: JsonBody, path: str) -> ChatMessage:
+        call, num_characters = item.read(body)
+        return ChatMessage("assistant", "", tool_calls=[call], num_more_characters=num_characters)
+
+    return read
 
 
 def _read_call_output(body: JsonBody, path: str) -> ChatMessage:
-    return ChatMessage("tool", _text(body, "output", path), call_id=_id(body, "call_id"))
+    return ChatMessage("tool", _text(body, "output", path), call_id=read_id(body, "call_id"))
+
+
+def _read_local_shell_output(body: JsonBody, path: str) -> ChatMessage:
+    """In the API's reference the id of the call is under `id`; clients also send it as other outputs have it."""
+    field = "call_id" if body.has("call_id") else "id"
+    return ChatMessage("tool", _text(body, "output", path), call_id=read_id(body, field))
+
+
+def _read_shell_output(body: JsonBody, path: str) -> ChatMessage:
+    return ChatMessage("tool", shell_output(body, path, MAX_PARTS), call_id=read_id(body, "call_id"))
+
+
+def _read_patch_output(body: JsonBody, path: str) -> ChatMessage:
+    text = body.text("output") or body.needed_text("status")
+    return ChatMessage("tool", text, call_id=read_id(body, "call_id"))
 
 
 def _read_reasoning(body: JsonBody, path: str) -> ChatMessage | None:
@@ -67,13 +88,17 @@ _REASONING = {"reasoning_text": "text"}
 
 
 def _read_reference(body: JsonBody, path: str) -> ChatMessage:
-    return ChatMessage(REFERENCE, _id(body, "id"))
+    return ChatMessage(REFERENCE, read_id(body, "id"))
 
 
-_READERS = {
+_READERS: Mapping[str, _Reader] = {
     "message": _read_message,
-    "function_call": _read_call,
+    **{item.item_type: _reader_of_calls(item) for item in CALL_ITEMS.values()},
     "function_call_output": _read_call_output,
+    "custom_tool_call_output": _read_call_output,
+    "local_shell_call_output": _read_local_shell_output,
+    "shell_call_output": _read_shell_output,
+    "apply_patch_call_output": _read_patch_output,
     "reasoning": _read_reasoning,
     "item_reference": _read_reference,
 }
@@ -100,21 +125,12 @@ def _part_text(part: object, path: str, kinds: Mapping[str, str]) -> str:
     return JsonBody(part, f"{path}.").needed_text(name)
 
 
-def _id(body: JsonBody, name: str) -> str:
-    body.needed_text(name)
-    return body.short_text(name, MAX_ID_CHARACTERS) or ""
-
-
-def _name(body: JsonBody) -> str:
-    body.needed_text("name")
-    return body.short_text("name", MAX_TOOL_NAME_CHARACTERS) or ""
-
-
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
 def item_id(response_id: str, block: AnswerBlock) -> str:
-    return f"{_PREFIXES[block.kind]}_{response_id.partition('_')[2]}_{block.index}"
+    prefix = CALL_ITEMS[block.tool_kind].id_prefix if block.kind == "call" else _PREFIXES[block.kind]
+    return f"{prefix}_{response_id.partition('_')[2]}_{block.index}"
 
 
 def response_of_item(item: str) -> str:
@@ -131,8 +147,9 @@ def output_item(
     text = block.text if is_begun else ""
     if block.kind == "call":
         assert block.call is not None
-        call = {"call_id": block.call.call_id, "name": block.call.name, "arguments": text}
-        return {"id": own_id, "type": "function_call", "status": status, **call}
+        item = CALL_ITEMS[block.tool_kind]
+        fields = item.shown(block.call, text)
+        return {"id": own_id, "type": item.item_type, "status": item.status(status), **fields}
     if block.kind == "reasoning":
         content = [reasoning_part(text)] if is_begun else []
         carried = {"encrypted_content": sealed(text) if is_begun else ""} if seals_reasoning else {}

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtier.api.chat.conversation import Conversation, Tool, ToolChoice, ask
+from kvtier.api.chat.conversation import Conversation, Tool, ask
 from kvtier.api.chat.effort import EFFORTS, THINKS
-from kvtier.api.chat.tool_reading import check_tools, read_allowed_tools, read_flat_tool
+from kvtier.api.chat.tool_reading import check_tools
 from kvtier.api.chat.turns import joined_turns, named_results
 from kvtier.api.engines import ModelCatalog
 from kvtier.api.generation import GenerationRequest
@@ -19,7 +19,6 @@ from kvtier.api.limits import (
     MAX_ID_CHARACTERS,
     MAX_INPUT_ITEMS,
     MAX_OPENAI_TEMPERATURE,
-    MAX_TOOLS,
 )
 from kvtier.api.neutral_fields import Neutral, invalid, refuse_others
 from kvtier.api.output_format import read_named_schema
@@ -27,6 +26,7 @@ from kvtier.api.prompt_length import check_length
 from kvtier.api.request_rules import check_texts, read_metadata, read_prefix, sampling_params
 from kvtier.api.responses.items import REFERENCE, read_item
 from kvtier.api.responses.record import ResponseRecord, encode_record
+from kvtier.api.responses.tools import read_tool_choice, read_tools, shown_tool
 from kvtier.api.retention_fields import read_retention
 from kvtier.engine.grammar import JSON_OBJECT, Grammar
 from kvtier.engine.process.messages import ChatMessage
@@ -49,20 +49,14 @@ _NEUTRAL: Neutral = {
 }
 _NEUTRAL_IN_TEXT: Neutral = {"verbosity": ("medium",)}
 _NEUTRAL_IN_REASONING: Neutral = {"context": ("auto",), "mode": ("standard",)}
-_NEUTRAL_IN_TOOLS: Neutral = {"defer_loading": (False,), "namespace": (), "output_schema": (), "async": (False,)}
 _SUMMARIES = ("auto", "concise", "detailed")
-_RUN_BY_SERVERS = (
-    *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
-    *("file_search", "code_interpreter", "image_generation", "mcp"),
-)
-"""Tools that OpenAI's servers run, which some agents always offer. The model does not hear of them."""
 
 
 def read_response(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
     """Raises an `HttpError` that names the field, or `UnknownModel`."""
     name = body.needed_text("model")
     model = engines.find(name)
-    given = _Given(*_input(body), body.text("instructions"), _tools(body), _include(body))
+    given = _Given(*_input(body), body.text("instructions"), read_tools(body), _include(body))
     conversation = _conversation(body, given)
     asked = ask(conversation, model)
     values = {**_sampling_values(body, given.include), **asked.sampling, "grammar": asked.grammar}
@@ -115,7 +109,7 @@ class _Given:
 
 
 def _conversation(body: JsonBody, given: _Given) -> Conversation:
-    choice, effort = _tool_choice(body), _effort(body)
+    choice, effort = read_tool_choice(body), _effort(body)
     check_tools(given.tools, choice)
     return Conversation(
         messages=[*given.leading, *given.messages],
@@ -158,18 +152,12 @@ def _shown_fields(body: JsonBody, given: _Given, params: SamplingParams) -> dict
         "temperature": params.temperature,
         "text": {"format": (text.get("format") if isinstance(text, dict) else None) or {"type": "text"}},
         "tool_choice": body.value("tool_choice") or "auto",
-        "tools": [_shown_tool(tool) for tool in given.tools],
+        "tools": [shown_tool(tool) for tool in given.tools],
         "top_logprobs": params.logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
         **{field: body.value(field) for field in _TEXTS},
     }
-
-
-def _shown_tool(tool: Tool) -> dict[str, object]:
-    function = tool.document["function"]
-    assert isinstance(function, dict)
-    return {"type": "function", "description": None, "parameters": None, **function, "strict": tool.is_strict}
 
 
 def _raw(value: object) -> msgspec.Raw:
@@ -197,48 +185,6 @@ def _input(body: JsonBody) -> tuple[list[object], list[ChatMessage]]:
     if not fragments:
         raise body.wrong("input", "text, or a list with at least one message")
     return items, fragments
-
-
-# --- tools ------------------------------------------------------------------------------------------------------------
-
-
-def _tools(body: JsonBody) -> list[Tool]:
-    """Those that the client runs."""
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.items("tools", MAX_TOOLS) or [])]
-    return [tool for tool in tools if tool is not None]
-
-
-def _tool(tool: object, path: str) -> Tool | None:
-    if not isinstance(tool, dict):
-        raise invalid(path, f"{path} must be an object, not {shown(tool)}")
-    body = JsonBody(tool, f"{path}.")
-    kind = body.needed_text("type")
-    if kind in _RUN_BY_SERVERS:
-        return None
-    if kind != "function":
-        raise body.refuse("type", f"is {shown(kind)}: only tools of type function are supported here")
-    found = read_flat_tool(body, path, "parameters")
-    refuse_others(body, _NEUTRAL_IN_TOOLS)
-    body.value("allowed_callers")
-    body.refuse_rest()
-    return found
-
-
-def _tool_choice(body: JsonBody) -> ToolChoice:
-    given = body.value("tool_choice")
-    if given is None or given == "auto":
-        return ToolChoice()
-    if given == "none":
-        return ToolChoice("none")
-    if given == "required":
-        return ToolChoice("required")
-    if isinstance(given, dict) and given.get("type") == "function" and isinstance(given.get("name"), str):
-        return ToolChoice("named", given["name"])
-    if isinstance(given, dict) and given.get("type") == "allowed_tools":
-        allowed = JsonBody(given, "tool_choice.")
-        allowed.value("type")
-        return read_allowed_tools(allowed, "tool_choice", lambda tool: tool.needed_text("name"))
-    raise body.wrong("tool_choice", 'none, auto, required, {"type": "function", "name": NAME}, or allowed_tools')
 
 
 # --- reasoning, output and sampling -----------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from kvtier.api.chat.call_grammar import AnswerRules
+from kvtier.api.chat.custom_tool import read_custom_tool
 from kvtier.api.chat.tool import Tool
 from kvtier.api.chat.tool_formats import TOOL_FORMATS
+from kvtier.api.json_body import JsonBody
 from kvtier.engine.grammar import JSON_OBJECT, Grammar
 from tests.support.chat_templates import TEMPLATES, answer_text
 
@@ -65,9 +67,15 @@ def strict(name: str) -> Tool:
 
 
 def rules(name: str | None, **values: object) -> AnswerRules:
-    defaults = {"must_call": False, "allows_several": True, "output": None, "special_tokens": _IDS}
+    defaults = {
+        "tools": [strict("f"), strict("g")],
+        "must_call": False,
+        "allows_several": True,
+        "output": None,
+        "special_tokens": _IDS,
+    }
     tool_format = None if name is None else TOOL_FORMATS[name]
-    return AnswerRules(tool_format, [strict("f"), strict("g")], **{**defaults, **values})  # type: ignore[arg-type]
+    return AnswerRules(tool_format, **{**defaults, **values})  # type: ignore[arg-type]
 
 
 def matches(grammar: Grammar | None, text: str, vocabulary: Vocabulary = _WITH_SPECIAL) -> bool:
@@ -115,6 +123,19 @@ def test_with_strict_tools_any_text_goes_and_a_call_that_begins_follows_its_sche
     if TOOL_FORMATS[name].mark:
         assert matches(grammar, called(name, ("f", _RIGHT), text="I look."))
         assert not matches(grammar, called(name, ("f", {"a": "x", "b": "no"}), text="I look."))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_text_of_a_custom_tool_matches_its_regular_expression(name: str) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": r'[a-z/]+\n"[0-9]{2}"|x y'}
+    given: dict[str, object] = {"name": "f", "format": form}
+    tool = read_custom_tool(JsonBody(given), "tools[0]", given, lambda body: body)
+    grammar = rules(name, tools=[tool], must_call=True).grammar(may_think=False)
+
+    assert matches(grammar, called(name, ("f", {"input": 'a/b\n"12"'})))
+    assert matches(grammar, called(name, ("f", {"input": "x y"})))
+    for wrong in ('a/b\n"1"', "x y z", "", "x yx y"):
+        assert not matches(grammar, called(name, ("f", {"input": wrong})))
 
 
 _OPTIONAL = {
