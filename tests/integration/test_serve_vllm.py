@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -94,20 +96,44 @@ def test_no_request_fails_when_an_engine_is_killed(deployment: DeploymentProcess
 
 
 def test_engines_are_started_again_one_by_one(deployment: DeploymentProcess) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(ask, deployment, "a b c", stream=True, fake={"word_s": 0.5})
+    """Each completes what it has begun, whole answers too, of which no byte was sent yet."""
+    with ThreadPoolExecutor(2) as pool:
+        streamed = pool.submit(ask, deployment, "a b c", stream=True, fake={"word_s": 0.5})
+        whole = pool.submit(ask, deployment, "d e f", fake={"delay_s": 3.0})
         wait_until(lambda: '"fake"' in json.dumps(deployment.get("/ready")[1]))
         deployment.restart_engines()
-        answer = long.result()
+        answer = streamed.result()
+    metrics = httpx.get(f"{deployment.openai_url}/metrics", timeout=LIMIT_S, trust_env=False).text
 
     assert answer.text.endswith("data: [DONE]\n\n")
     assert "error" not in answer.text
+    assert whole.result().status_code == 200
+    assert not re.search(r"^kvtier_api_retried_requests_total{.*} [^0]", metrics, re.MULTILINE)
 
 
 def test_nothing_outlives_a_supervisor_that_was_killed(deployment: DeploymentProcess) -> None:
     deployment.kill()
 
     deployment.wait_until_nothing_is_left()
+
+
+def test_a_release_that_has_only_the_command_vllm_serve_is_started_by_it(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    newer = tmp_path / "newer"
+    shutil.copytree(PACKAGE, newer)
+    (newer / "vllm" / "entrypoints" / "cli").mkdir()
+    server = newer / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    server.rename(newer / "vllm" / "entrypoints" / "cli" / "main.py")
+    server.write_text("# what other programs import is still here\n")
+    environment["PYTHONPATH"] = environment["PYTHONPATH"].replace(str(PACKAGE), str(newer))
+    environment["FAKE_VLLM"] = json.dumps({"marks": str(tmp_path)})
+    with DeploymentProcess(tmp_path / "serve", _TWO, environment=environment) as deployment:
+        assert ask(deployment).status_code == 200
+
+    starts = [json.loads(mark.read_text())["argv"] for mark in tmp_path.iterdir() if mark.is_file()]
+    assert [argv[:2] for argv in starts] == [["serve", "org/fake"]] * 2
+    assert all("--model" not in argv and "--uds" in argv for argv in starts)
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -152,3 +178,13 @@ def test_a_release_that_is_too_old_is_one_sentence(tmp_path: Path) -> None:
 
     assert "cannot start: vLLM 0.20.1 in " in deployment.log()
     assert "is too old for kvtier's connector" in deployment.log()
+
+
+def test_an_api_key_for_vllm_in_the_environment_is_one_sentence(tmp_path: Path, environment: dict[str, str]) -> None:
+    """vLLM would answer 401 to all requests that the HTTP server passes on."""
+    environment["VLLM_API_KEY"] = "secret"
+    with starting_deployment(tmp_path, _TWO, environment=environment) as deployment:
+        assert deployment.wait_until_ended() == 1
+
+    assert "cannot start: VLLM_API_KEY is set in the environment: unset it" in deployment.log()
+    assert "secret" not in deployment.log()

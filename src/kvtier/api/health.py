@@ -115,9 +115,8 @@ def _state(connection: EngineConnection) -> dict[str, object]:
 
 
 def _state_of_vllm(engine: VllmEngine) -> dict[str, object]:
-    if engine.hello is None:
-        return {"status": "starting"}
-    return {"status": "hung" if engine.is_hung else "ready", "since": engine.hello.since}
+    since = {} if engine.hello is None else {"since": engine.hello.since}
+    return {"status": engine.status, **since}
 
 
 class _OfEngines(Collector):

@@ -17,9 +17,9 @@ from tests.compat.vllm.engines import MAX_MODEL_LEN, save_model
 from tests.support.deployments import DeploymentProcess
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(4000)]
 
-_START_S = 600.0
+_START_S = 1500.0
 _REQUEST_S = 300.0
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -45,7 +45,7 @@ _STORY = "The old lighthouse keeper wrote down the weather of every day of his l
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentProcess]:
     folder = tmp_path_factory.mktemp("serve")
     save_model(folder / "tiny")
-    found = DeploymentProcess(folder, _TEXT, environment=_ENVIRONMENT)
+    found = DeploymentProcess(folder, _TEXT, http={"max_body": "8MiB"}, environment=_ENVIRONMENT)
     try:
         found.start()
         found.wait_until_ready(timeout_s=_START_S)
@@ -74,11 +74,21 @@ def counts(deployment: DeploymentProcess, name: str, label: str) -> dict[str, fl
 
 def own_hits(deployment: DeploymentProcess) -> float:
     """Tokens that vLLM found in its own prefix cache, of all engines."""
+    return vllm_count(deployment, "vllm:prefix_cache_hits_total{")
+
+
+def aborted(deployment: DeploymentProcess) -> float:
+    """Requests that were not wanted any more, of all engines."""
+    return vllm_count(deployment, "vllm:request_success_total{", 'finished_reason="abort"')
+
+
+def vllm_count(deployment: DeploymentProcess, name: str, label: str = "") -> float:
+    """One of vLLM's own counters, of all engines."""
     total = 0.0
-    for name in deployment.ready_since():
-        url = f"{deployment.openai_url}/metrics/{name}"
+    for engine in deployment.ready_since():
+        url = f"{deployment.openai_url}/metrics/{engine}"
         for line in httpx.get(url, timeout=_REQUEST_S, trust_env=False).text.splitlines():
-            if line.startswith("vllm:prefix_cache_hits_total"):
+            if line.startswith(name) and label in line:
                 total += float(line.rpartition(" ")[2])
     return total
 
@@ -102,6 +112,32 @@ def test_answers_come_through_both_apis(deployment: DeploymentProcess) -> None:
     names = deployment.ready_since()
     metrics = httpx.get(f"{deployment.openai_url}/metrics/{next(iter(names))}", timeout=_REQUEST_S, trust_env=False)
     assert "vllm:num_requests_running" in metrics.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(deployment: DeploymentProcess, stream: bool) -> None:
+    before = aborted(deployment)
+    body = chat("hello", max_tokens=MAX_MODEL_LEN - 200, ignore_eos=True, stream=stream)
+    url = f"{deployment.openai_url}/v1/chat/completions"
+    with httpx.Client(timeout=_REQUEST_S, trust_env=False) as client:
+        if stream:
+            with client.stream("POST", url, json=body) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(url, json=body, timeout=httpx.Timeout(_REQUEST_S, read=0.5))
+
+    wait_until(lambda: aborted(deployment) > before, "vLLM counts an aborted request", limit_s=_REQUEST_S)
+
+
+def test_a_request_over_a_limit_is_refused_in_one_sentence(deployment: DeploymentProcess) -> None:
+    too_long = ask(deployment, chat(_STORY * 50))
+    too_large = ask(deployment, chat("x" * (9 << 20)))
+
+    assert too_long.status_code == 400
+    assert str(MAX_MODEL_LEN) in too_long.json()["error"]["message"]
+    assert too_large.status_code == 413
+    assert ask(deployment, chat("hello")).status_code == 200
 
 
 def test_the_second_turn_goes_to_the_engine_that_has_the_first(deployment: DeploymentProcess) -> None:

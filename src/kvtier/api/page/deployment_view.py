@@ -244,10 +244,8 @@ def _engine_state(connection: EngineConnection, model: str, numbers: EngineNumbe
 
 
 def _vllm_state(engine: VllmEngine, model: str) -> EngineState:
-    if engine.hello is None:
-        return EngineState(name=engine.name, model=model, kind="vllm", status="starting")
-    status = "hung" if engine.is_hung else "ready"
-    return EngineState(name=engine.name, model=model, kind="vllm", status=status, since=engine.hello.since)
+    since = None if engine.hello is None else engine.hello.since
+    return EngineState(name=engine.name, model=model, kind="vllm", status=engine.status, since=since)
 
 
 def _cache_state(cache: CacheReader, stats: _Stats) -> CacheState:

@@ -30,7 +30,8 @@ class TierLevel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """`status` is "ready", "starting" or "hung"; `kind` is "kvtier" or "vllm"; `since` is when it became ready.
+    """`status` is "ready", "starting", "hung" or, for vLLM, "stopping"; `kind` is "kvtier" or "vllm"; `since` is when
+    it became ready.
 
     `loading_off` says why nothing is loaded from the tiers, and is empty while loading is on. `canary_checks` has
     counts by result since the engine started.

@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from kvtier.api.engine_connection import DEFAULT_PATIENCE, ProbeTimes
 from kvtier.api.limits import MAX_TRANSLATED_BYTES
@@ -35,6 +37,7 @@ class VllmHello:
 
 class VllmEngine:
     """`hello` is None while the engine is away. `is_hung` while it is connected but fails its health check.
+    `is_leaving` once it is told to stop: its socket has no name, so it gets no new requests, and completes its others.
 
     The event `lost` is set while the engine is away, `hung` while it is hung. `num_requests` counts requests in flight,
     `num_asked` all requests so far; the senders of requests update both. `note_up` is called whenever the engine
@@ -50,6 +53,7 @@ class VllmEngine:
         self.prompts_path = prompts_path
         self.hello: VllmHello | None = None
         self.is_hung = False
+        self.is_leaving = False
         self.num_requests = 0
         self.num_asked = 0
         self.num_starts = 0
@@ -62,7 +66,15 @@ class VllmEngine:
 
     @property
     def is_up(self) -> bool:
-        return self.hello is not None and not self.is_hung
+        return self.hello is not None and not self.is_hung and not self.is_leaving
+
+    @property
+    def status(self) -> Literal["starting", "stopping", "hung", "ready"]:
+        if self.hello is None:
+            return "starting"
+        if self.is_leaving:
+            return "stopping"
+        return "hung" if self.is_hung else "ready"
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"kvtier-watch-{self.name}")
@@ -74,9 +86,10 @@ class VllmEngine:
                 await self._task
 
     def suspect(self) -> None:
-        """A request to the engine failed: it counts as away until it passes a health check."""
-        self._lose()
-        self._wake.set()
+        """A request to the engine failed: it counts as away until it passes a health check, if it is not leaving."""
+        if not self._note_leaving():
+            self._lose()
+            self._wake.set()
 
     async def is_well(self) -> bool:
         """Whether the engine passes a health check now."""
@@ -126,7 +139,7 @@ class VllmEngine:
             is_well = await self.is_well()
             if is_well and self.hello is None:
                 await self._meet()
-            if self.hello is not None and self.is_hung == is_well:
+            if self.hello is not None and not self._note_leaving() and self.is_hung == is_well:
                 self._note_hung(not is_well)
             wait_s = self._patience.ask_every_s if self.is_up else _RETRY_S
             with contextlib.suppress(TimeoutError):
@@ -157,11 +170,20 @@ class VllmEngine:
             self.hung.clear()
             self.note_up(self)
 
+    def _note_leaving(self) -> bool:
+        """Whether the engine is leaving, which does not change until it is away."""
+        if self.hello is not None and not self.is_leaving and not os.path.exists(self.socket_path):
+            logger.info("engine %s is stopping, %d requests are in flight", self.name, self.num_requests)
+            self.is_leaving = True
+        return self.is_leaving
+
     def _lose(self) -> None:
         if self.hello is not None:
-            logger.warning("engine %s is gone, %d requests were in flight", self.name, self.num_requests)
+            level = logging.INFO if self.is_leaving and not self.num_requests else logging.WARNING
+            logger.log(level, "engine %s is gone, %d requests were in flight", self.name, self.num_requests)
         self.hello = None
         self.is_hung = False
+        self.is_leaving = False
         self.hung.clear()
         self.lost.set()
 

@@ -11,17 +11,12 @@ import http.client
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import subprocess
-import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from kvtier import __version__
 from kvtier.deploy.plan.parts import VllmPart
@@ -29,23 +24,21 @@ from kvtier.deploy.run import vllm_start
 from kvtier.deploy.run.process_group import end_group
 from kvtier.deploy.run.reports import Ready, Reporter
 from kvtier.deploy.run.signals import is_signalled
+from kvtier.deploy.run.vllm_log import VllmLog
 from kvtier.errors import ConfigError, EngineStopped
-from kvtier.observe.printable import printable
 
 logger = logging.getLogger(__name__)
 
 _START = str(Path(vllm_start.__file__).absolute())
-_LOOK_S = 0.25
 _PROBE_S = 120.0
 _ASK_S = 5.0
 _DRAIN_S = 30.0
 _END_S = 20.0
-_LAST_LINES = 40
-_SHOWN_LINES = 3
-_MAX_LINE_BYTES = 1 << 16
 _MAX_REPLY_BYTES = 1 << 20
-_ERROR = re.compile(r"\b\w*(?:Error|Exception|error): .*")
 _CONNECTED = "03"
+_KEY_VARIABLE = "VLLM_API_KEY"
+"""With it, vLLM refuses what the HTTP server passes on: that has no key for vLLM."""
+
 _OF_HTTP_SERVER = 1
 """Connections that the HTTP server holds open without a request, to notice when an engine ends."""
 
@@ -53,6 +46,8 @@ _OF_HTTP_SERVER = 1
 def run_vllm(part: VllmPart, reporter: Reporter, signals: Sequence[signal.Signals]) -> None:
     """Run until a signal of `signals`, which must be blocked. Raises `ConfigError` or `EngineStopped` if it fails."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1", **visible_gpus(part.device, os.environ)}
+    if environment.get(_KEY_VARIABLE):
+        raise ConfigError(f"{_KEY_VARIABLE} is set in the environment: unset it, http.api_keys says who may ask")
     version = _look(part, environment)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(part.socket)  # of one that was killed: vLLM would not start over it
@@ -64,7 +59,7 @@ def run_vllm(part: VllmPart, reporter: Reporter, signals: Sequence[signal.Signal
         env=environment,
     )
     assert process.stdout is not None
-    log = _Log(process.stdout)
+    log = VllmLog(process.stdout)
     try:
         _serve(part, process, log, reporter, signals, version)
     finally:
@@ -122,7 +117,7 @@ def _look(part: VllmPart, environment: Mapping[str, str]) -> str:
 def _serve(
     part: VllmPart,
     process: subprocess.Popen[bytes],
-    log: _Log,
+    log: VllmLog,
     reporter: Reporter,
     signals: Sequence[signal.Signals],
     version: str,
@@ -134,6 +129,7 @@ def _serve(
             raise EngineStopped(f"vLLM {_how(process.returncode)}{when}{log.last_words()}")
         if not is_ready and _get(part.socket, "/health") is not None:
             is_ready = True
+            log.note_ready()
             reporter.tell(Ready({"vllm": version, **_properties(part.socket)}))
     logger.info("stopping")
     _drain(part.socket, process, signals)
@@ -187,37 +183,6 @@ def _get(path: str, page: str) -> bytes | None:
         except (OSError, http.client.HTTPException):
             return None
         return body if response.status == 200 else None
-
-
-class _Log:
-    """Passes on vLLM's output, on a thread of its own, and keeps its last lines."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._last: deque[str] = deque(maxlen=_LAST_LINES)
-        self._thread = threading.Thread(target=self._pass_on, name="kvtier-vllm-log", daemon=True)
-        self._thread.start()
-
-    def last_words(self) -> str:
-        """The end of a sentence: the first errors, or else the last lines."""
-        self._thread.join(_LOOK_S)  # its last output is on its way
-        lines = [line.strip() for line in self._last if line.strip()]
-        errors = [match[0] for line in lines if (match := _ERROR.search(line))]
-        words = list(dict.fromkeys(errors))[:_SHOWN_LINES] or lines[-_SHOWN_LINES:]
-        return f"; its log says: {' / '.join(map(printable, words))}" if words else ""
-
-    def close(self) -> None:
-        """Call when its writers have ended."""
-        self._thread.join(_END_S)
-        self._stream.close()
-
-    def _pass_on(self) -> None:
-        out = sys.stderr.buffer
-        while line := self._stream.readline(_MAX_LINE_BYTES):
-            self._last.append(line.decode(errors="replace"))
-            with contextlib.suppress(OSError):
-                out.write(line)
-                out.flush()
 
 
 def _how(status: int) -> str:

@@ -1,7 +1,7 @@
 """Run by the Python that has vLLM, which may lack kvtier: reports what is installed there, or starts vLLM.
 
-    python vllm_start.py look           prints what is there, as JSON
-    python vllm_start.py run ARGUMENTS  becomes vLLM's server
+    python vllm_start.py look                         prints what is there, as JSON
+    python vllm_start.py run --model MODEL ARGUMENTS  becomes vLLM's server
 
 Imports only the standard library, and nothing of vLLM, which would take many seconds.
 """
@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 _SERVER = "vllm.entrypoints.openai.api_server"
+_COMMAND = "vllm.entrypoints.cli.main"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -38,7 +39,20 @@ def run(arguments: list[str]) -> None:
     """Does not return. Unblocks signals that this process's parent has blocked; vLLM ends when the parent dies."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    os.execv(sys.executable, [sys.executable, "-P", "-m", _SERVER, *arguments])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", *_program(arguments)])
+
+
+def _program(arguments: list[str]) -> list[str]:
+    """The module that is vLLM's server, and its arguments. `vllm serve` in a release that has no program but that.
+
+    Where there are both, the older one is taken: a build of vLLM under another name has no working `vllm`.
+    """
+    folder = _folder_of("vllm")
+    server = None if folder is None else folder / "entrypoints" / "openai" / "api_server.py"
+    if server is None or (server.is_file() and "__main__" in server.read_text(encoding="utf-8")):
+        return [_SERVER, *arguments]
+    _, model, *others = arguments
+    return [_COMMAND, "serve", model, *others]
 
 
 def _folder_of(package: str) -> Path | None:

@@ -206,6 +206,32 @@ def test_a_hung_engine_loses_what_it_has_not_begun(
     wait_until(lambda: all(one.is_up for one in server.service.vllm.engines))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_engine_that_is_told_to_stop_completes_what_it_has_and_gets_no_more(
+    serve: Serve, engines: list[FakeVllm], pool: ThreadPoolExecutor, tmp_path: Path, count: int
+) -> None:
+    """The part beside it takes its socket's name away, and stops it once its requests are over."""
+    server = serve("openai", config_of_vllm(*engines[:count]))
+    leaving = server.service.vllm.engines[0]
+    first = pool.submit(ask, server, chat("first", fake={"delay_s": 1.0}))
+    wait_until_asked(engines[:1])
+    engines[0].path.rename(tmp_path / "unnamed")
+    second = pool.submit(ask, server, chat("second"))
+    wait_until(lambda: leaving.status == "stopping")
+    with http_client(server) as client:
+        ready = client.get("/ready")
+
+    assert first.result().status_code == 200
+    assert (ready.status_code, ready.json()["status"]) == (503, "starting")
+    assert ready.json()["models"]["fake"]["vllm-0"]["status"] == "stopping"
+    (tmp_path / "unnamed").rename(engines[0].path)  # for the fake to tell what it was asked
+    assert [one.ended for one in engines[0].asked()] == ["answered"]
+    engines[0].start()
+    assert second.result().status_code == 200
+    assert engine_of(engines, "second") == [engines[count - 1].name]
+    wait_until(lambda: leaving.is_up)
+
+
 def test_an_answer_that_the_server_breaks_off_says_so(tmp_path: Path) -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
