@@ -20,5 +20,9 @@ def refuse_others(body: JsonBody, neutral: Neutral) -> None:
             raise body.refuse(name, f"is not supported here{except_as}")
 
 
+def image_refused(path: str) -> HttpError:
+    return HttpError(400, f"{path} is an image, and models here read text only", "unsupported_parameter", path)
+
+
 def invalid(parameter: str, sentence: str) -> HttpError:
     return HttpError(400, sentence, "invalid_value", parameter)

@@ -10,16 +10,21 @@ from typing import Literal
 
 import msgspec
 
+from kvtier.api.anthropic.documents import TEXT_BLOCKS, text_of
 from kvtier.api.chat.inner_json import is_bounded
 from kvtier.api.chat.sealed_thoughts import unsealed
 from kvtier.api.chat.turns import joined_turns, named_results
 from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import JsonBody, shown
 from kvtier.api.limits import MAX_ID_CHARACTERS, MAX_MESSAGES, MAX_PARTS, MAX_TOOL_NAME_CHARACTERS
-from kvtier.api.neutral_fields import invalid
+from kvtier.api.neutral_fields import image_refused, invalid
 from kvtier.api.retention_fields import needed_parts, read_cache_control
 from kvtier.engine.process.messages import ChatMessage, ToolCall
 from kvtier.tiers.retention import MAX_ASKS
+
+_USED_BY_SERVERS = ("server_tool_use", "mcp_tool_use")
+_RESULT_OF_SERVERS = "_tool_result"
+"""Tools that other servers ran in an earlier answer are left out of the history, as their tools are left out."""
 
 _ERROR = "error"
 """The text of a tool result with `is_error` and no text of its own."""
@@ -73,7 +78,7 @@ def read_system(body: JsonBody, marks: Marks) -> list[ChatMessage]:
     for index, block in enumerate(body.items("system", MAX_PARTS) or []):
         inner = _block(block, f"system[{index}]")
         marks.note(inner, "system", index)
-        texts.append(_text_of(inner, f"system[{index}]"))
+        texts.append(text_of(inner, f"system[{index}]"))
     return [ChatMessage("system", "".join(texts))] if texts else []
 
 
@@ -124,18 +129,22 @@ def _is_text(message: ChatMessage) -> bool:
 
 def _read_block(body: JsonBody, role: str, path: str) -> ChatMessage | None:
     kind = body.needed_text("type")
-    if kind == "text":
-        return ChatMessage(role, body.needed_text("text"))
+    if kind in TEXT_BLOCKS:
+        return ChatMessage(role, text_of(body, path))
     if role == "assistant" and kind == "thinking":
         thought = body.needed_text("thinking") or unsealed(body.text("signature") or "")
         return ChatMessage(role, "", reasoning=thought) if thought else None
     if role == "assistant" and kind == "redacted_thinking":
         body.needed_text("data")  # encrypted by another server, which alone can read it
         return None
+    if role == "assistant" and (kind in _USED_BY_SERVERS or kind.endswith(_RESULT_OF_SERVERS)):
+        return None
     if role == "assistant" and kind == "tool_use":
         return _read_call(body, path)
     if role == "user" and kind == "tool_result":
         return _read_result(body, path)
+    if kind == "image":
+        raise image_refused(path)
     sentence = f"{path} is of type {shown(kind)}, which is not supported in {role} messages"
     raise HttpError(400, sentence, "invalid_value", path)
 
@@ -160,7 +169,7 @@ def _read_result(body: JsonBody, path: str) -> ChatMessage:
     else:
         blocks = enumerate(body.items("content", MAX_PARTS) or [])
         paths = ((block, f"{path}.content[{number}]") for number, block in blocks)
-        text = "".join(_text_of(_block(block, inner), inner) for block, inner in paths)
+        text = "".join(text_of(_block(block, inner), inner) for block, inner in paths)
     if body.flag("is_error") and not text:
         text = _ERROR
     return ChatMessage("tool", text, call_id=_id(body, "tool_use_id"))
@@ -170,14 +179,6 @@ def _block(block: object, path: str) -> JsonBody:
     if not isinstance(block, dict):
         raise invalid(path, f"{path} must be an object, not {shown(block)}")
     return JsonBody(block, f"{path}.")
-
-
-def _text_of(body: JsonBody, path: str) -> str:
-    kind = body.needed_text("type")
-    if kind != "text":
-        sentence = f"{path} is of type {shown(kind)}: only text blocks are supported here"
-        raise HttpError(400, sentence, "invalid_value", path)
-    return body.needed_text("text")
 
 
 def _id(body: JsonBody, name: str) -> str:

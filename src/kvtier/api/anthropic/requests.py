@@ -9,14 +9,15 @@ import msgspec
 
 from kvtier.api.anthropic.blocks import CacheMark, Marks, read_messages, read_system
 from kvtier.api.anthropic.context_edits import read_context_edits
-from kvtier.api.chat.conversation import ChatRequest, Conversation, Tool, ToolChoice, ask
-from kvtier.api.chat.tool_reading import check_tools, read_flat_tool
+from kvtier.api.anthropic.tools import read_tool_choice, read_tools
+from kvtier.api.chat.conversation import ChatRequest, Conversation, ask
+from kvtier.api.chat.tool_reading import check_tools
 from kvtier.api.chat.turns import joined_turns
 from kvtier.api.engines import KnownModel, ModelCatalog
 from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError
-from kvtier.api.json_body import JsonBody, shown
-from kvtier.api.limits import MAX_CACHE_SALT_CHARACTERS, MAX_TOOLS
+from kvtier.api.json_body import JsonBody
+from kvtier.api.limits import MAX_CACHE_SALT_CHARACTERS
 from kvtier.api.neutral_fields import Neutral, invalid, refuse_others
 from kvtier.api.output_format import read_schema
 from kvtier.api.prompt_length import check_length
@@ -46,7 +47,6 @@ _IGNORED_IN_COUNTS = (
     "explain",
 )
 """Fields without influence on the prompt: clients count tokens with the body that they are going to send."""
-_NEUTRAL_IN_TOOLS: Neutral = {"allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ([],)}
 _DISPLAYS = ("summarized", "omitted")
 
 
@@ -143,8 +143,8 @@ def _request(
 
 
 def _conversation(body: JsonBody, marks: Marks, thinking: _Thinking) -> Conversation:
-    tools = _tools(body, marks)
-    choice, allows_several = _tool_choice(body)
+    tools = read_tools(body, marks)
+    choice, allows_several = read_tool_choice(body)
     check_tools(tools, choice)
     system, messages = read_system(body, marks), read_messages(body, marks)
     effort, output = _output(body)
@@ -158,52 +158,6 @@ def _conversation(body: JsonBody, marks: Marks, thinking: _Thinking) -> Conversa
         thinks=thinking.thinks,
         effort=effort,
     )
-
-
-# --- tools ------------------------------------------------------------------------------------------------------------
-
-
-def _tools(body: JsonBody, marks: Marks) -> list[Tool]:
-    return [_tool(tool, index, marks) for index, tool in enumerate(body.items("tools", MAX_TOOLS) or [])]
-
-
-def _tool(tool: object, index: int, marks: Marks) -> Tool:
-    path = f"tools[{index}]"
-    if not isinstance(tool, dict):
-        raise invalid(path, f"{path} must be an object, not {shown(tool)}")
-    body = JsonBody(tool, f"{path}.")
-    kind = body.text("type")
-    if kind not in (None, "custom"):
-        raise body.refuse("type", f"is {shown(kind)}: only tools that the client runs are supported here")
-    found = read_flat_tool(body, path, "input_schema")
-    if found.parameters is None:
-        raise HttpError(400, f"{path}.input_schema is missing", "missing_field", f"{path}.input_schema")
-    marks.note(body, "tools", index)
-    body.flag("eager_input_streaming")
-    refuse_others(body, _NEUTRAL_IN_TOOLS)
-    body.refuse_rest()
-    return found
-
-
-def _tool_choice(body: JsonBody) -> tuple[ToolChoice, bool]:
-    """The tool choice, and whether several calls are allowed."""
-    given = body.inner("tool_choice")
-    if given is None:
-        return ToolChoice(), True
-    kind = given.needed_text("type")
-    allows_several = given.flag("disable_parallel_tool_use") is not True
-    if kind == "tool":
-        choice = ToolChoice("named", given.needed_text("name"))
-    elif kind == "auto":
-        choice = ToolChoice()
-    elif kind == "any":
-        choice = ToolChoice("required")
-    elif kind == "none":
-        choice = ToolChoice("none")
-    else:
-        raise given.wrong("type", "auto, any, tool or none")
-    given.refuse_rest()
-    return choice, allows_several
 
 
 # --- thinking, output and sampling ------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from kvtier.api.limits import (
     MAX_TEMPLATE_VALUES,
     MAX_TOOLS,
 )
-from kvtier.api.neutral_fields import Neutral, invalid, refuse_others
+from kvtier.api.neutral_fields import Neutral, image_refused, invalid, refuse_others
 from kvtier.api.retention_fields import read_cache_control
 from kvtier.engine.grammar import Grammar
 from kvtier.engine.process.messages import ChatMessage, ToolCall
@@ -143,6 +143,8 @@ def _content(body: JsonBody, path: str, *, is_optional: bool) -> str:
 
 
 def _text_of_part(part: object, path: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "image_url":
+        raise image_refused(path)
     if not isinstance(part, dict) or part.get("type") != "text":
         raise invalid(path, f"{path} must be a part of type text, not {shown(part)}: no other type is supported")
     body = JsonBody(part, f"{path}.")

@@ -13,7 +13,7 @@ from kvtier.api.chat.sealed_thoughts import sealed, unsealed
 from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import JsonBody, shown
 from kvtier.api.limits import MAX_PARTS
-from kvtier.api.neutral_fields import invalid
+from kvtier.api.neutral_fields import image_refused, invalid
 from kvtier.api.responses.call_items import CALL_ITEMS, CallItem, read_id
 from kvtier.api.responses.client_tools import shell_output
 from kvtier.engine.process.messages import ChatMessage, ToolCall
@@ -118,6 +118,8 @@ def _text(body: JsonBody, name: str, path: str) -> str:
 def _part_text(part: object, path: str, kinds: Mapping[str, str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     name = kinds.get(kind) if isinstance(kind, str) else None
+    if kind == "input_image":
+        raise image_refused(path)
     if name is None:
         expected = " or ".join(kinds)
         raise invalid(path, f"{path} must be a part of type {expected}, not {shown(part)}: no other type is supported")

@@ -23,8 +23,9 @@ _RUN_BY_SERVERS = (
 )
 """The model does not hear of them: some agents always offer them."""
 
+_SEARCH = "tool_search"
 _OF_IMAGES = ("computer", "computer_use_preview")
-_NEUTRAL: Neutral = {"defer_loading": (False,), "namespace": (), "output_schema": (), "async": (False,)}
+_NEUTRAL: Neutral = {"namespace": (), "output_schema": (), "async": (False,)}
 
 
 def read_tools(body: JsonBody) -> list[Tool]:
@@ -47,7 +48,7 @@ def _tool(tool: object, path: str) -> Tool | None:
         raise invalid(path, f"{path} must be an object, not {shown(tool)}")
     body = JsonBody(tool, f"{path}.")
     kind = body.needed_text("type")
-    if kind in _RUN_BY_SERVERS:
+    if kind in _RUN_BY_SERVERS or (kind == _SEARCH and body.text("execution") != "client"):
         return None
     if kind in CLIENT_TOOLS:
         return read_client_tool(kind, body, tool)
@@ -58,8 +59,9 @@ def _tool(tool: object, path: str) -> Tool | None:
     elif kind == FUNCTION:
         found = read_flat_tool(body, path, "parameters")
     else:
-        raise body.refuse("type", f"is {shown(kind)}, which is not a type of tools that is supported here")
+        raise body.refuse("type", f"is {shown(kind)}: tools of this type are not supported here")
     refuse_others(body, _NEUTRAL)
+    body.flag("defer_loading")  # there is no search for tools here: all of them are in the prompt
     body.value("allowed_callers")
     body.refuse_rest()
     return found

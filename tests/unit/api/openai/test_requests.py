@@ -337,7 +337,7 @@ WRONG_IN_CHAT: list[tuple[Document, str]] = [
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tools": [1]}, "tools[0]"),
-    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters"),
     ({"tools": [_TOOL, _TOOL]}, "tools"),

@@ -283,6 +283,17 @@ def test_a_shell_in_a_container_is_left_out_as_all_that_servers_run(client: open
     assert [one.type for one in response.tools] == ["custom"]
 
 
+def test_tools_that_a_search_would_find_are_in_the_prompt(client: openai.OpenAI, engine: FakeEngine) -> None:
+    tools: Any = [{"type": "tool_search"}, {**_CUSTOM, "defer_loading": True}]
+    client.responses.create(model=MODEL, input="Act.", tools=tools)
+    assert [one["function"]["name"] for one in _prompt(engine).tools] == ["apply_patch"]  # type: ignore[index]
+
+    with pytest.raises(openai.BadRequestError, match="tool_search"):
+        client.responses.create(
+            model=MODEL, input="Act.", tools=[{"type": "tool_search", "execution": "client"}, *tools]
+        )
+
+
 def test_a_computer_is_refused_in_one_sentence(client: openai.OpenAI) -> None:
     tool: Any = {"type": "computer_use_preview", "display_width": 9, "display_height": 9, "environment": "linux"}
     with pytest.raises(openai.BadRequestError, match="images") as caught:
