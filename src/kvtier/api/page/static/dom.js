@@ -28,6 +28,9 @@ export function show(element, ...children) {
   fill(element, children);
 }
 
+// Columns of names and sentences from elsewhere, which may be one long word; words of the others are not broken.
+const FOREIGN = new Set(["Name", "Model", "Of", "Address", "Loads", "The match ended"]);
+
 // A table whose cells carry their column's name, so that a narrow screen can show rows as cards.
 export function table(caption, columns, rows) {
   const head = make("tr", {}, columns.map((name) => make("th", { scope: "col" }, name)));
@@ -40,7 +43,9 @@ export function table(caption, columns, rows) {
 }
 
 export function row(columns, cells) {
-  return make("tr", {}, cells.map((cell, place) => make("td", { "data-label": columns[place] }, cell)));
+  return make("tr", {}, cells.map((cell, place) => make(
+    "td", { "data-label": columns[place], class: FOREIGN.has(columns[place]) && "foreign" },
+    Array.isArray(cell) ? make("div", {}, cell) : cell)));
 }
 
 // A bar of parts, each a share of the whole from 0 to 1 with a class for its colour.

@@ -1,6 +1,7 @@
-// Formats numbers for people. An unknown value is a dash.
+// Formats numbers for people. An unknown value is a dash. No line break separates a number from its unit.
 
 const DASH = "–";
+const GAP = "\u00a0";
 
 export function bytes(value) {
   if (value === null || value === undefined) return DASH;
@@ -11,7 +12,7 @@ export function bytes(value) {
     left /= 1024;
     place += 1;
   }
-  return `${place && left < 100 ? left.toFixed(1) : Math.round(left)} ${units[place]}`;
+  return `${place && left < 100 ? left.toFixed(1) : Math.round(left)}${GAP}${units[place]}`;
 }
 
 export function rate(value) {
@@ -28,24 +29,24 @@ export function share(part, whole) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return DASH;
-  if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
-  if (value < 1) return `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms`;
-  if (value < 120) return `${value.toFixed(1)} s`;
-  if (value < 7200) return `${(value / 60).toFixed(1)} min`;
-  if (value < 172800) return `${(value / 3600).toFixed(1)} h`;
-  return `${(value / 86400).toFixed(1)} days`;
+  if (value < 0.001) return `${(value * 1e6).toFixed(0)}${GAP}µs`;
+  if (value < 1) return `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)}${GAP}ms`;
+  if (value < 120) return `${value.toFixed(1)}${GAP}s`;
+  if (value < 7200) return `${(value / 60).toFixed(1)}${GAP}min`;
+  if (value < 172800) return `${(value / 3600).toFixed(1)}${GAP}h`;
+  return `${(value / 86400).toFixed(1)}${GAP}days`;
 }
 
 export function clock(at) {
-  return at === null || at === undefined ? DASH : new Date(at * 1000).toLocaleTimeString();
+  return at === null || at === undefined ? DASH : new Date(at * 1000).toLocaleTimeString().replace(/\s/g, GAP);
 }
 
 export function ago(at) {
-  return at === null || at === undefined ? "never" : `${seconds(Math.max(0, Date.now() / 1000 - at))} ago`;
+  return at === null || at === undefined ? "never" : `${seconds(Math.max(0, Date.now() / 1000 - at))}${GAP}ago`;
 }
 
 export function money(value, currency) {
-  return value === null || value === undefined ? DASH : `${currency} ${value.toFixed(value < 10 ? 4 : 2)}`;
+  return value === null || value === undefined ? DASH : `${currency}${GAP}${value.toFixed(value < 10 ? 4 : 2)}`;
 }
 
 export function sum(counts) {
@@ -58,6 +59,11 @@ const ORDER = ["device", "host", "server", "memory", "disk", "mooncake", "cluste
 export function inOrder(tiers) {
   const rank = (name) => (ORDER.indexOf(name) < 0 ? ORDER.length : ORDER.indexOf(name));
   return [...tiers].sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
+}
+
+// The memory of a cache server is the tier "server" of its engines.
+export function nameOf(tier) {
+  return tier === "server" ? "memory" : tier;
 }
 
 export function kindOf(tier) {

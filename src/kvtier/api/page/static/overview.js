@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { Chart } from "./charts.js";
 import { bar, make, show, table } from "./dom.js";
-import { bytes, count, inOrder, kindOf, money, rate, seconds, share, sum } from "./format.js";
+import { bytes, count, inOrder, kindOf, money, nameOf, rate, seconds, share, sum } from "./format.js";
 
 const MAX_MOVES = 150;
 const REFRESH_MS = 10000;
@@ -18,7 +18,7 @@ export class Overview {
     this.tiers = make("div");
     this.hits = new Chart("Cached share of prompt tokens, by tier", { format: (value) => `${Math.round(value)}%`, isStacked: true });
     this.moves = new Chart("Bytes per second, in and out of the tiers", { format: rate });
-    this.curve = new Chart("Hits with other memory sizes, from live traffic",
+    this.curve = new Chart("Hits of the cache server with other memory sizes, from live traffic",
       { format: (value) => `${Math.round(value * 100)}%`, x: "size", formatX: (value) => bytes(2 ** value) });
     this.curve.element.hidden = true;
     this.shares = make("div");
@@ -66,7 +66,7 @@ export class Overview {
     const sentence = prompt
       ? `${share(cached, prompt)} of ${count(prompt)} prompt tokens in the last ${this.span} came from the cache.`
       : `No request ended in the last ${this.span}.`;
-    if (tiers.length) this.hits.set(tiers.map((tier) => ({ label: tier, kind: kindOf(tier) })), columns, sentence);
+    if (tiers.length) this.hits.set(tiers.map((tier) => ({ label: nameOf(tier), kind: kindOf(tier) })), columns, sentence);
     else this.hits.clear(sentence);
   }
 
@@ -76,7 +76,7 @@ export class Overview {
     this.showTiers(state.tiers);
     this.showShares(state.tokens);
     this.showMoves();
-    this.showCurve(state.curves);
+    this.showCurve(state);
   }
 
   // Changed only if the text differs, so that screen readers read it once.
@@ -117,7 +117,8 @@ export class Overview {
       ];
     });
     const columns = ["Tier", "Of", "Level", "Room", "Used", "Pinned", "Leased", "Blocks", "In", "Out"];
-    show(this.tiers, table("What is in which tier", columns, rows));
+    const key = (kind, name) => make("span", { class: "key" }, make("span", { class: `part ${kind}` }), name);
+    show(this.tiers, table(["What is in which tier", key("pinned", "pinned"), key("leased", "leased"), key("used", "other")], columns, rows));
   }
 
   showShares(tokens) {
@@ -127,7 +128,7 @@ export class Overview {
       const one = tokens[span];
       return [name, count(one.requests), count(one.prompt), ...tiers.map((tier) => share(one.cached[tier] || 0, one.prompt)), share(sum(one.cached), one.prompt)];
     });
-    show(this.shares, table("Share of prompt tokens by the tier they came from", ["Over the last", "Requests", "Prompt tokens", ...tiers, "Cached"], rows));
+    show(this.shares, table("Share of prompt tokens by the tier they came from", ["Over the last", "Requests", "Prompt tokens", ...tiers.map(nameOf), "Cached"], rows));
   }
 
   showMoves() {
@@ -148,14 +149,17 @@ export class Overview {
     this.moves.set(series, columns, `Now ${sentence}.`);
   }
 
-  showCurve(curves) {
+  showCurve({ curves, tiers }) {
     const points = curves.length ? curves[0].points.filter(([size]) => size >= 1) : [];
     this.curve.element.hidden = points.length < 2;
     if (points.length < 2) return;
-    const best = points[points.length - 1];
+    const { cache } = curves[0];
+    const room = tiers.find((tier) => tier.name === "memory" && tier.owner === cache)?.room_bytes;
+    const [most, best] = points[points.length - 1];
+    const present = room ? `${share(partAt(points, room), 1)} with its ${bytes(room)} and ` : "";
     this.curve.set([{ label: "hits", kind: "tier-memory" }],
       [points.map(([size]) => Math.log2(size)), points.map(([, part]) => part)],
-      `With ${bytes(best[0])}, ${share(best[1], 1)} of the requested tokens would have been hits.`);
+      `Of the tokens that engines asked ${cache} for, its memory alone would have had ${present}${share(best, 1)} with ${bytes(most)}.`);
   }
 
   close() {
@@ -164,4 +168,13 @@ export class Overview {
     this.moves.close();
     this.curve.close();
   }
+}
+
+// The share at a size between two points.
+function partAt(points, size) {
+  const after = points.findIndex(([one]) => one >= size);
+  if (after < 0) return points[points.length - 1][1];
+  if (after === 0) return points[0][1];
+  const [[low, less], [high, more]] = [points[after - 1], points[after]];
+  return less + ((more - less) * (size - low)) / (high - low);
 }

@@ -2,7 +2,7 @@
 
 import { follow, get, mayChange, needsKey, send } from "./api.js";
 import { ask, askText, bar, make, show, table } from "./dom.js";
-import { ago, bytes, count, inOrder, kindOf, share, sum } from "./format.js";
+import { ago, bytes, count, inOrder, kindOf, nameOf, share, sum } from "./format.js";
 
 const LIMIT = 200;
 
@@ -82,8 +82,8 @@ export class Prefixes {
     return table("Prefixes", columns, prefixes.map((prefix) => {
       const tiers = inOrder(Object.keys(prefix.bytes_by_tier || {}));
       const everywhere = sum(prefix.bytes_by_tier) || 1; // a block may be in several tiers
-      const parts = tiers.map((tier) => ({ share: prefix.bytes_by_tier[tier] / everywhere, kind: kindOf(tier), title: tier }));
-      const text = tiers.map((tier) => `${tier} ${share(prefix.bytes_by_tier[tier], prefix.bytes)}`).join(", ");
+      const parts = tiers.map((tier) => ({ share: prefix.bytes_by_tier[tier] / everywhere, kind: kindOf(tier), title: nameOf(tier) }));
+      const text = tiers.map((tier) => `${nameOf(tier)} ${share(prefix.bytes_by_tier[tier], prefix.bytes)}`).join(", ");
       const kept = prefix.is_pinned ? (prefix.expires_at ? `pinned until ${new Date(prefix.expires_at * 1000).toLocaleString()}` : "pinned")
         : prefix.pinned_blocks ? `${count(prefix.pinned_blocks)} of ${count(prefix.blocks)} blocks pinned` : "no";
       return [
@@ -154,7 +154,7 @@ export class Prefixes {
       this.load();
     } },
       field("Name", name), field("Model", model), needsKey() && field("For chats of the API key", key), field("Files", files), field("Or text", text), field("System prompt", system),
-      field("Pin it", pin), field("Keep it for days", days), field("Even if it evicts what is worth more", force),
+      field("Pin it", pin), field("Keep it for days", days), field("Even if it evicts other blocks", force),
       make("p", { class: "buttons" }, submit, make("button", { type: "button", onclick: () => show(this.warm) }, "Close")), progress, said);
     show(this.warm, form);
     name.focus();

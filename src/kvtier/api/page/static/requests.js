@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { bar, make, row, show } from "./dom.js";
-import { clock, count, inOrder, kindOf, seconds, share, sum } from "./format.js";
+import { clock, count, inOrder, kindOf, nameOf, seconds, share, sum } from "./format.js";
 
 const MAX_ROWS = 200;
 const WORDS = { all: "no full block was left" };
@@ -45,8 +45,9 @@ export class Requests {
   showAll() {
     const wanted = this.live.requests.filter((one) => this.matches(one)).slice(0, MAX_ROWS);
     this.body.replaceChildren(...wanted.map((one) => this.row(one)));
-    if (!wanted.length) this.skipped.textContent = "No request has ended yet.";
-    else this.skipped.textContent = "";
+    if (wanted.length) this.skipped.textContent = "";
+    else if (this.live.requests.length) this.skipped.textContent = `None of the last ${count(this.live.requests.length)} requests is for such a model.`;
+    else this.skipped.textContent = "No request has ended yet.";
   }
 
   // Older requests may have changed, too: show all again.
@@ -64,8 +65,8 @@ export class Requests {
   row(request) {
     const cached = sum(request.cached_tokens);
     const tiers = inOrder(Object.keys(request.cached_tokens));
-    const text = tiers.map((tier) => `${tier} ${count(request.cached_tokens[tier])}`).join(", ");
-    const parts = tiers.map((tier) => ({ share: request.cached_tokens[tier] / (request.prompt_tokens || 1), kind: kindOf(tier), title: tier }));
+    const text = tiers.map((tier) => `${nameOf(tier)} ${count(request.cached_tokens[tier])}`).join(", ");
+    const parts = tiers.map((tier) => ({ share: request.cached_tokens[tier] / (request.prompt_tokens || 1), kind: kindOf(tier), title: nameOf(tier) }));
     const end = request.ended_at_tokens === null ? request.reason : `at ${count(request.ended_at_tokens)}: ${why(request)}`;
     return row(COLUMNS, [
       clock(request.at), request.model, count(request.prompt_tokens),
@@ -110,7 +111,7 @@ function explanation(found) {
     if (request.prompt_tokens !== null) add("Prompt", `${count(request.prompt_tokens)} tokens`);
     if (request.output_tokens !== null) add("Answer", `${count(request.output_tokens)} tokens${request.finish_reason ? `, ended by ${request.finish_reason}` : ""}`);
     if (request.ttft_s !== null) add("First token", `after ${seconds(request.ttft_s)}`);
-    for (const tier of inOrder(Object.keys(request.cached_tokens))) add(`From ${tier}`, `${count(request.cached_tokens[tier])} tokens`);
+    for (const tier of inOrder(Object.keys(request.cached_tokens))) add(`From ${nameOf(tier)}`, `${count(request.cached_tokens[tier])} tokens`);
     if (request.reason) add("The match ended", `at token ${count(request.ended_at_tokens)}${request.tier ? `, in the ${request.tier} tier` : ""}: ${why(request)}${request.detail ? ` (${request.detail})` : ""}`);
   }
   const parts = [make("dl", {}, rows)];

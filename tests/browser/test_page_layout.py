@@ -1,0 +1,138 @@
+"""How the page's views look: words stay whole, values stand beside their names, and fields do not overlap."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("playwright", reason="playwright is not installed: make test-browser installs it")
+
+import msgspec
+from playwright.sync_api import Browser, FloatRect, Page, ViewportSize, expect
+
+from kvtier.api.config import ApiConfig, PageConfig
+from tests.browser.browsing import DESKTOP, PHONE, open_browser
+from tests.support.fake_engine import MODEL, Running, running
+from tests.support.storing_engine import StoringEngine, storing_engine
+from tests.support.waiting import LIMIT_S
+
+_WAIT_MS = LIMIT_S * 1000
+_VIEWS = ("overview", "requests", "prefixes", "servers")
+_LONG_NAME = "a-very-long-name-of-a-model-" * 6
+_BROKEN_WORDS = """() => {
+  const broken = [];
+  for (const cell of document.querySelectorAll("th, td:not(.foreign), button")) {
+    const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) {
+      for (const word of texts.currentNode.data.matchAll(/\\S+/g)) {
+        const range = document.createRange();
+        range.setStart(texts.currentNode, word.index);
+        range.setEnd(texts.currentNode, word.index + word[0].length);
+        if (new Set([...range.getClientRects()].map((one) => one.top)).size > 1) broken.push(word[0]);
+      }
+    }
+  }
+  return broken;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    with storing_engine(tmp_path) as below, running("openai", _config(below)) as server:
+        body = {"name": "the-rules-of-the-house", "documents": [" ".join(map(str, range(60)))], "pin": True}
+        httpx.post(f"{server.url}/kvtier/v1/prefixes", json=body, timeout=LIMIT_S).raise_for_status()
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "What is this about?"}]}
+        httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=LIMIT_S).raise_for_status()
+        yield server
+
+
+def _config(below: StoringEngine) -> ApiConfig:
+    return msgspec.structs.replace(below.config(), page=PageConfig())
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, url: str, size: ViewportSize = DESKTOP) -> Iterator[Page]:
+    context = browser.new_context(viewport=size)
+    context.set_default_timeout(_WAIT_MS)
+    expect.set_options(timeout=_WAIT_MS)
+    try:
+        page = context.new_page()
+        page.goto(url)
+        expect(page.locator("#status")).to_have_text("ready")
+        yield page
+    finally:
+        context.close()
+
+
+def box(page: Page, selector: str) -> FloatRect:
+    found = page.locator(selector).first.bounding_box()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("width", [1180, 1000])
+def test_no_word_of_a_number_a_state_or_a_button_is_broken(browser: Browser, server: Running, width: int) -> None:
+    with opened(browser, server.url, {"width": width, "height": 800}) as page:
+        for view in _VIEWS:
+            page.goto(f"{server.url}/#{view}")
+            expect(page.locator("main td").first).to_be_visible()
+            assert page.evaluate(_BROKEN_WORDS) == [], view
+
+
+def test_on_a_phone_a_value_with_a_text_below_it_stands_beside_its_name(browser: Browser, server: Running) -> None:
+    with opened(browser, f"{server.url}/#prefixes", PHONE) as page:
+        level = box(page, "td[data-label=Tiers] .bar")
+        text = box(page, "td[data-label=Tiers] small")
+        assert text["x"] == pytest.approx(level["x"], abs=2)
+        assert text["y"] > level["y"]
+
+
+def test_fields_for_a_document_do_not_overlap_even_with_a_long_model_name(browser: Browser, server: Running) -> None:
+    state = httpx.get(f"{server.url}/kvtier/v1/state", timeout=LIMIT_S).json()
+    state["engines"] = [{**one, "kind": "kvtier", "model": _LONG_NAME} for one in state["engines"]]
+    with opened(browser, server.url) as page:
+        told = f"event: state\ndata: {msgspec.json.encode(state).decode()}\n\n"
+        page.route("**/events", lambda route: route.fulfill(body=told, content_type="text/event-stream"))
+        page.goto(f"{server.url}/#prefixes")
+        page.reload()
+        expect(page.locator("#status")).to_have_text("ready")
+        page.get_by_role("button", name="Warm a document").click()
+        fields = [field.bounding_box() for field in page.locator(".warm :is(input, select, textarea)").all()]
+        boxes = [field for field in fields if field is not None and field["width"]]
+        assert len(boxes) > 6
+        assert not [pair for pair in combinations(boxes, 2) if _overlap(*pair)]
+
+
+def _overlap(one: FloatRect, other: FloatRect) -> bool:
+    is_beside = one["x"] + one["width"] <= other["x"] or other["x"] + other["width"] <= one["x"]
+    is_apart: bool = is_beside or one["y"] + one["height"] <= other["y"] or other["y"] + other["height"] <= one["y"]
+    return not is_apart
+
+
+def test_a_filter_that_fits_no_request_does_not_say_that_there_was_none(browser: Browser, server: Running) -> None:
+    with opened(browser, f"{server.url}/#requests") as page:
+        expect(page.locator("table.requests tbody tr")).to_have_count(1)
+        page.get_by_placeholder("model").fill("another")
+        expect(page.locator("main")).to_contain_text("None of the last 1 requests is for such a model.")
+        page.get_by_placeholder("model").fill("")
+        expect(page.locator("table.requests tbody tr")).to_have_count(1)
+
+
+def test_the_level_s_colours_are_explained_and_a_tier_has_one_name(browser: Browser, server: Running) -> None:
+    with opened(browser, f"{server.url}/#overview") as page:
+        for word in ("pinned", "leased", "other"):
+            expect(page.locator("caption .key", has_text=word)).to_be_visible()
+        page.goto(f"{server.url}/#prefixes")
+        expect(page.get_by_role("table", name="Prefixes")).to_contain_text("memory 100%")
+        expect(page.get_by_role("table", name="Prefixes")).not_to_contain_text("server")
