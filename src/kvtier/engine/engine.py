@@ -39,6 +39,7 @@ from kvtier.engine.parting.partings import Partings
 from kvtier.engine.request_checks import check_request
 from kvtier.engine.retentions import EngineRetentions
 from kvtier.engine.sampling_params import SamplingParams
+from kvtier.engine.savings import Savings
 from kvtier.engine.schedule.block_manager import make_block_manager
 from kvtier.engine.schedule.request import FinishReason, Request, Status
 from kvtier.engine.schedule.scheduler import Scheduler
@@ -95,6 +96,7 @@ class Engine:
         weakref.finalize(self, self._constraints.close).atexit = False
         self.scheduler = self._make_scheduler()
         self._counts = EngineCounts(num_blocks=parts.arena.num_blocks)
+        self._savings = Savings(self._counts, self.transfer.compute_s)
         self.metrics = EngineMetrics(self._counts, registry)
         self.partings = Partings(
             parts.tokenizer, shows_text=config.explain_text, metrics=PartingMetrics(self.metrics.registry)
@@ -398,13 +400,11 @@ class Engine:
         """The request is over. If it never got its turn, none of its tokens count; if it warms, computed ones do."""
         assert request.finish_reason is not None
         self._constraints.forget(request)
-        was_admitted = request.was_admitted
-        cached = cached_tokens_of(request) if was_admitted else {}
-        num_tokens = request.prompt_tokens if was_admitted else 0
+        cached = cached_tokens_of(request) if request.was_admitted else {}
+        num_tokens = request.prompt_tokens if request.was_admitted else 0
         if request.warms:  # it is found in pieces, for which no client would have waited
             num_tokens, cached = num_tokens - sum(cached.values()), {}
-        self._counts.note_end(request.finish_reason.value, num_tokens, cached)
-        self._counts.saved_s += self.transfer.compute_s(sum(cached.values()))
+        self._savings.note_end(request.finish_reason.value, num_tokens, cached)
 
     def _make_scheduler(self) -> Scheduler:
         config, arena = self.config, self.arena

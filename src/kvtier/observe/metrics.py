@@ -38,6 +38,7 @@ ENGINE_PROMPT_TOKENS = "kvtier_engine_prompt_tokens"
 ENGINE_CACHED_TOKENS = "kvtier_engine_cached_tokens"
 ENGINE_OUTPUT_TOKENS = "kvtier_engine_output_tokens"
 ENGINE_SAVED_SECONDS = "kvtier_engine_saved_seconds"
+ENGINE_UNVALUED_TOKENS = "kvtier_engine_unvalued_tokens"
 ENGINE_FINISHED_REQUESTS = "kvtier_engine_finished_requests"
 ENGINE_PREEMPTIONS = "kvtier_engine_preemptions"
 ENGINE_RUNNING_REQUESTS = "kvtier_engine_running_requests"
@@ -196,6 +197,8 @@ class EngineCounts:
     output_tokens: int = 0
     saved_s: float = 0.0
     """Time that computing the cached tokens would have taken, at the measured speed; 0 without tiers."""
+    unvalued_tokens: int = 0
+    """Cached tokens that are not in `saved_s`, as no step large enough to judge by was measured yet."""
     finished_requests: dict[str, int] = field(default_factory=dict)
     """By reason."""
     num_preemptions: int = 0
@@ -238,6 +241,11 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(ENGINE_OUTPUT_TOKENS, "Tokens sampled for answers.", value=counts.output_tokens)
         yield CounterMetricFamily(
             ENGINE_SAVED_SECONDS, "Time that computing the cached tokens would have taken.", value=counts.saved_s
+        )
+        yield GaugeMetricFamily(
+            ENGINE_UNVALUED_TOKENS,
+            "Cached tokens that are not in the saved time, as the speed is not measured yet.",
+            value=counts.unvalued_tokens,
         )
         yield CounterMetricFamily(ENGINE_PREEMPTIONS, "Requests that had to start over.", value=counts.num_preemptions)
         cached = CounterMetricFamily(

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 _NUM_KEPT = 5
 _AGED = 0.97
+_ENOUGH_TOKENS = 256
+"""A measured step of this many tokens says how long any more take; the time of a few tokens is mostly a step's own."""
 _LEAST_WEIGHT = 1e-3
 """A size that is no longer measured loses weight with every other measurement, down to this."""
 
@@ -128,12 +130,19 @@ class Speeds:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._prefill = Fit(3)
+        self._most_tokens = 0
+        """Of a measured step."""
         self._tiers: dict[str, Fit] = {}
 
     def note_prefill(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
         """Record a step that computed `chunks` of (first position, number of tokens)."""
         with self._lock:
             self._prefill.note(_prefill_features(chunks), seconds)
+            self._most_tokens = max(self._most_tokens, sum(count for _, count in chunks))
+
+    def knows_prefill(self, num_tokens: int) -> bool:
+        """Whether `prefill_s` of a prompt's first `num_tokens` is more than a guess from much smaller steps."""
+        return self._most_tokens >= min(num_tokens, _ENOUGH_TOKENS)
 
     def prefill_s(self, first: int, num_tokens: int, chunk_tokens: int) -> float | None:
         """The seconds that `num_tokens` from position `first` take, in steps of `chunk_tokens`; None if unknown."""

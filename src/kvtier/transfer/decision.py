@@ -191,9 +191,11 @@ class LoadOrCompute:
         rest = self.speeds.prefill_s(total - left, left, self._chunk_tokens)
         return None if whole is None or rest is None else max(0.0, whole - rest)
 
-    def tokens_s(self, num_tokens: int) -> float:
-        """How long computing a prompt's first tokens takes; 0 before anything was measured."""
-        return self.speeds.prefill_s(0, num_tokens, self._chunk_tokens) or 0.0
+    def tokens_s(self, num_tokens: int) -> float | None:
+        """How long computing a prompt's first tokens takes; None before a step large enough to judge was measured."""
+        if not self.speeds.knows_prefill(num_tokens):
+            return None
+        return self.speeds.prefill_s(0, num_tokens, self._chunk_tokens)
 
     def note_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """A load from `tier` that was not abandoned took this long: the tier is healthy."""

@@ -165,9 +165,9 @@ class Transfer:
         """Report to the cache server why a match ended."""
         self.traffic.storer.note(explanation)
 
-    def compute_s(self, num_tokens: int) -> float:
-        """Measured time to compute the first `num_tokens` of a prompt; 0 before anything was measured."""
-        return self.traffic.decision.tokens_s(num_tokens) if num_tokens else 0.0
+    def compute_s(self, num_tokens: int) -> float | None:
+        """Measured time to compute the first `num_tokens` of a prompt; None while it is unknown."""
+        return self.traffic.decision.tokens_s(num_tokens)
 
     # --- waiting and ending ----------------------------------------------------------------------------------------
 
@@ -249,8 +249,8 @@ class NoTransfer:
     def note(self, explanation: Explanation) -> None:
         pass
 
-    def compute_s(self, num_tokens: int) -> float:
-        return 0.0
+    def compute_s(self, num_tokens: int) -> float | None:
+        return None
 
     def wake(self) -> None:
         pass

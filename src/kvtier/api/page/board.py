@@ -49,7 +49,7 @@ class Board:
             uptime_s=self._clock() - self._started_at,
             tiers=self._with_rates(reading.tiers),
             tokens={**tokens, "all": history.total},
-            saved=self._saved(reading.saved_s),
+            saved=self._saved(reading),
             engines=reading.engines,
             caches=reading.caches,
             curves=reading.curves,
@@ -135,10 +135,11 @@ class Board:
 
         return msgspec.structs.replace(tier, in_bytes_per_s=rate("in"), out_bytes_per_s=rate("out"))
 
-    def _saved(self, gpu_s: float | None) -> Saved:
-        price = self._config.gpu_hour_price
+    def _saved(self, reading: Reading) -> Saved:
+        price, unvalued = self._config.gpu_hour_price, reading.unvalued_tokens
+        gpu_s = None if unvalued and not reading.saved_s else reading.saved_s
         money = None if price is None or gpu_s is None else gpu_s / 3600.0 * price
-        return Saved(gpu_s=gpu_s, money=money, currency=self._config.currency)
+        return Saved(gpu_s=gpu_s, unvalued_tokens=unvalued, money=money, currency=self._config.currency)
 
 
 def event(name: str, data: bytes) -> bytes:

@@ -80,6 +80,7 @@ class DeploymentView:
             moved=self._moved_by_engines(connections, numbers)
             | self._moved_by_caches(stats, has_engines=bool(numbers)),
             saved_s=sum(one.saved_s for one in numbers) if numbers else None,
+            unvalued_tokens=round(sum(one.unvalued_tokens for one in numbers)),
         )
 
     async def warnings(self) -> list[ShownWarning]:

@@ -10,6 +10,7 @@ from kvtier.observe import metrics
 
 _SUMS = {
     f"{metrics.ENGINE_SAVED_SECONDS}_total": "saved_s",
+    metrics.ENGINE_UNVALUED_TOKENS: "unvalued_tokens",
     metrics.ENGINE_RUNNING_REQUESTS: "running",
     metrics.ENGINE_WAITING_REQUESTS: "waiting",
     metrics.ENGINE_USED_BLOCKS: "used_blocks",
@@ -29,6 +30,7 @@ class EngineNumbers:
 
     is_known: bool = False
     saved_s: float = 0.0
+    unvalued_tokens: float = 0.0
     running: float = 0.0
     waiting: float = 0.0
     used_blocks: float = 0.0

@@ -97,13 +97,19 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     curves: list[Curve] = []
     moved: dict[Move, float] = {}
     saved_s: float | None = None
+    unvalued_tokens: int = 0
     num_namespaces: int = 0
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """GPU time saved since the engines started; `money` if the deployment has a price."""
+    """GPU time saved since the engines started; `money` if the deployment has a price.
+
+    `unvalued_tokens` are cached tokens that are not in it, as the speed of their engine was not measured yet. While
+    there are no others, `gpu_s` is None.
+    """
 
     gpu_s: float | None = None
+    unvalued_tokens: int = 0
     money: float | None = None
     currency: str = ""
 

@@ -33,6 +33,8 @@ class FakeView:
         self.num_looks = 0
         self.num_rests = 0
         self.moved: float | None = 0.0
+        self.saved_s = 7200.0
+        self.unvalued_tokens = 0
 
     async def read(self) -> Reading:
         self.num_looks += 1
@@ -42,7 +44,8 @@ class FakeView:
             status="ready",
             tiers=tiers,
             moved={} if self.moved is None else {Move("in", "server"): self.moved, Move("out", "disk"): 0.0},
-            saved_s=7200.0,
+            saved_s=self.saved_s,
+            unvalued_tokens=self.unvalued_tokens,
         )
 
     async def warnings(self) -> list[ShownWarning]:
@@ -210,6 +213,22 @@ def test_requests_are_told_once_and_of_too_many_the_newest() -> None:
         _, requests = (await board.events(last))[0]
         assert b'"skipped":20' in requests
         assert requests.count(b'"number"') == MAX_TOLD_REQUESTS
+
+    asyncio.run(run())
+
+
+def test_savings_are_unknown_and_not_zero_while_no_engine_knows_its_speed() -> None:
+    async def run() -> None:
+        view = FakeView()
+        view.unvalued_tokens = 5000
+        board = Board(view, PageConfig(gpu_hour_price=2.5))
+        saved = (await board.state()).saved
+        assert (saved.gpu_s, saved.unvalued_tokens, saved.money) == (7200.0, 5000, 5.0)
+
+        view = FakeView()
+        view.saved_s, view.unvalued_tokens = 0.0, 5000
+        saved = (await Board(view, PageConfig(gpu_hour_price=2.5)).state()).saved
+        assert (saved.gpu_s, saved.unvalued_tokens, saved.money) == (None, 5000, None)
 
     asyncio.run(run())
 

@@ -29,6 +29,7 @@ export function share(part, whole) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return DASH;
+  if (value === 0) return `0${GAP}s`;
   if (value < 0.001) return `${(value * 1e6).toFixed(0)}${GAP}µs`;
   if (value < 1) return `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)}${GAP}ms`;
   if (value < 120) return `${value.toFixed(1)}${GAP}s`;

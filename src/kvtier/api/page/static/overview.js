@@ -93,7 +93,9 @@ export class Overview {
     show(this.cards,
       card("Cached, last 5 minutes", share(sum(recent.cached), recent.prompt), `of ${count(recent.prompt)} prompt tokens`),
       card("Cached, last hour", share(sum(tokens["1h"].cached), tokens["1h"].prompt), `of ${count(tokens["1h"].prompt)} prompt tokens`),
-      kind === "deployment" && card("GPU time saved", seconds(saved.gpu_s), "by the measured speed, since the engines started"),
+      kind === "deployment" && card("GPU time saved", seconds(saved.gpu_s), saved.unvalued_tokens
+        ? `without ${count(saved.unvalued_tokens)} cached tokens of engines whose speed is not measured yet`
+        : "by the measured speed, since the engines started"),
       saved.money !== null && card("Money saved", money(saved.money, saved.currency), "at the price that the file gives"),
       underWay !== null && card("Requests in flight", count(underWay), `${count(tokens.all.requests)} answered so far`));
   }
