@@ -63,6 +63,11 @@ def test_what_is_over_is_told_as_results_since_0_30() -> None:
     assert compat.KVConnectorTransferResults({"a"}, {"b"}, set()).finished_recving == {"b"}
 
 
+def test_connectors_get_the_cache_manager_since_0_30() -> None:
+    assert hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager") == (_RELEASE >= (0, 30))
+    assert _RELEASE >= (0, 30) or not compat.HANDS_OVER_STATES  # without it, several groups are not cached
+
+
 def test_a_tiers_jobs_have_chunks_since_0_30() -> None:
     job_type = getattr(tiering, "TransferJob", None) or tiering.JobMetadata
     names = {one.name for one in dataclasses.fields(job_type)}

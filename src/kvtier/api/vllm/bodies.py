@@ -109,8 +109,9 @@ def pass_on(fields: Fields, model: str, path: str, salt_of: SaltOf | None, *, bo
     `salt_of` makes the salt to send from the body's own; without keys it is None, and the body's own is sent.
     Raises `HttpError` for a field that is not supported, or over its limit.
     """
+    merged = _merged_by_vllm(fields)
     for name in _REFUSED_FIELDS:
-        if bytes(fields.get(name, b"null")) != b"null":
+        if bytes(fields.get(name, b"null")) != b"null" or name in merged:
             sentence = f"{name} is not supported here: kvtier decides what is loaded and stored"
             raise HttpError(400, sentence, "unsupported_parameter", name)
     previous = ""
@@ -133,6 +134,14 @@ def pass_on(fields: Fields, model: str, path: str, salt_of: SaltOf | None, *, bo
         keys=[] if previous else prefix_keys(fields, salt),  # its prompt begins with what only the engine has
         previous=previous,
     )
+
+
+def _merged_by_vllm(fields: Fields) -> Fields:
+    """Fields that vLLM takes as if they were the body's own; none if vLLM refuses them."""
+    try:
+        return _fields.decode(fields.get("vllm_xargs", b"{}"))
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError):
+        return {}
 
 
 def _check_request_id(fields: Fields, *, has_keys: bool) -> None:

@@ -6,6 +6,7 @@
 | saves in steps that compute nothing | 0.31 | `wait_for_save` is not called in such steps |
 | a tier's `backpressure_detector` | 0.31 | tiers are made without |
 | `KVConnectorTransferResults` | 0.30 | `get_finished` returns the two sets |
+| `bind_kv_cache_manager` | 0.30 | never called; only models with several groups need the manager |
 | `chunk_ids` of a tier's job | 0.30 | `block_ids` |
 | pages of all scheduled requests (`KVConnectorBlockState`) | 0.30 | windows, states and several groups are not cached |
 

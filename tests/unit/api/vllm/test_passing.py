@@ -116,6 +116,7 @@ def test_headers_about_a_connection_and_keys_stay_here(serve: Serve, engines: li
     ("fields", "parameter"),
     [
         ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+        ({"vllm_xargs": {"kv_transfer_params": ["x"]}}, "kv_transfer_params"),
         ({"n": 129}, "n"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
     ],
