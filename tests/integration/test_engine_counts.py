@@ -11,6 +11,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kvtier import LLM, SamplingParams
+from kvtier.blocks.hashing import block_hashes
 from kvtier.engine.client import EngineClient
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.device.runner import Constrain, Runner, Submitted, TokenResult
@@ -154,6 +155,21 @@ def test_a_prompt_that_warms_saves_no_time_and_is_no_request_of_a_client(folder:
 
         llm.generate([tokens(1, 100)], GREEDY, progress=False)
         assert counted(llm.engine)["cached_tokens_total device"] == 96
+
+
+def test_prompts_count_for_the_prefixes_they_begin_with_but_not_those_that_warm(folder: Path) -> None:
+    with open_llm(folder) as llm:
+        [end] = block_hashes(llm.engine.namespace, tokens(1, 96), 16)[-1:]
+        assert llm.engine.uses.take([end]) == []
+        llm.engine.add("warm", tokens(1, 100), GREEDY, warms=True)
+        while llm.engine.has_requests:
+            llm.engine.step()
+        assert llm.engine.uses.take([end]) == []
+
+        two = SamplingParams(temperature=0.0, max_tokens=2, n=2)
+        llm.generate([tokens(1, 100), tokens(1, 110), tokens(1, 90)], two, progress=False)
+        [(used, count, ago_s)] = llm.engine.uses.take([end])
+        assert (used, count, ago_s >= 0) == (end, 2, True)
 
 
 def test_levels_are_those_of_now(folder: Path) -> None:

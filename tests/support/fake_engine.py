@@ -29,13 +29,16 @@ from kvtier.api.engine_connection import DEFAULT_PATIENCE, ProbeTimes
 from kvtier.api.server import http_server, make_service
 from kvtier.api.service import Service
 from kvtier.api.tracing import Tracing
+from kvtier.blocks.hashing import split_hashes
 from kvtier.engine.answer import Completion, StreamPiece
+from kvtier.engine.prefix_uses import PrefixUses
 from kvtier.engine.process.messages import (
     LENGTH_BYTES,
     Abort,
     Accepted,
     AskMetrics,
     AskParting,
+    AskUsedPrefixes,
     AskWarnings,
     ChatPrompt,
     Detokenize,
@@ -53,6 +56,7 @@ from kvtier.engine.process.messages import (
     TextPrompt,
     Tokenize,
     Tokenized,
+    UsedPrefixes,
     Warnings,
     body_length,
     decode_request,
@@ -248,6 +252,7 @@ class FakeEngine:
         self.tokenizing: Callable[[Tokenize], Step] = word_tokens
         self.aborts: list[int] = []
         self.warnings: list[LoggedWarning] = []
+        self.uses = PrefixUses()
         self.partings: dict[str, Parting] = {}
         self.loading_off = ""
         self.canary_checks: dict[str, int] = {}
@@ -328,6 +333,9 @@ class FakeEngine:
                     writer.write(encode(Metrics(request.number, self._families(), self.loading_off)))
                 elif isinstance(request, AskWarnings):
                     writer.write(encode(Warnings(request.number, self.warnings)))
+                elif isinstance(request, AskUsedPrefixes):
+                    uses = self.uses.take(split_hashes(request.ends))
+                    writer.write(encode(UsedPrefixes(request.number, uses)))
                 elif isinstance(request, AskParting):
                     writer.write(encode(Parted(request.number, self.partings.get(request.request_id))))
                 elif isinstance(request, Tokenize):

@@ -66,6 +66,9 @@ class StoringEngine:
                 root = salted_root(self.namespace, submit.salt)
                 hashes = block_hashes(root, prompt.token_ids, BLOCK_TOKENS)
                 self.client.set(hashes, [payload_of(one) for one in hashes])
+        if isinstance(prompt, ChatPrompt):
+            root = salted_root(self.namespace, submit.salt)
+            self.engine.uses.note(block_hashes(root, tokens_of(prompt), BLOCK_TOKENS))
         yield accepted(submit)
         yield from pieces(submit, ["yes"])
 

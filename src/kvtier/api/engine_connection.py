@@ -26,6 +26,7 @@ from kvtier.engine.process.messages import (
     Accepted,
     AskMetrics,
     AskParting,
+    AskUsedPrefixes,
     AskWarnings,
     Detokenize,
     Detokenized,
@@ -44,6 +45,7 @@ from kvtier.engine.process.messages import (
     StopLoading,
     ToEngine,
     Tokenized,
+    UsedPrefixes,
     Warnings,
     body_length,
     decode_reply,
@@ -65,6 +67,9 @@ from kvtier.tiers.parting import Parting
 from kvtier.tiers.retention import RetentionAsk, RetentionOutcome
 
 logger = logging.getLogger(__name__)
+
+_Question = AskMetrics | AskParting | AskWarnings | AskUsedPrefixes
+_Look = Metrics | Parted | Warnings | UsedPrefixes
 
 _RETRY_S = 0.1
 _METRICS_TIMEOUT_S = 2.0
@@ -220,7 +225,7 @@ class EngineConnection:
         self._socket_path = socket_path
         self._numbers = itertools.count(1)
         self._answers: dict[int, Answers] = {}
-        self._looks: dict[int, asyncio.Future[Metrics | Parted | Warnings]] = {}
+        self._looks: dict[int, asyncio.Future[_Look]] = {}
         self._tokenizing: dict[int, asyncio.Future[Tokenized | Detokenized]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._sending = asyncio.Lock()
@@ -324,18 +329,21 @@ class EngineConnection:
         reply = await self._look(AskWarnings(next(self._numbers)))
         return reply.warnings if isinstance(reply, Warnings) else []
 
+    async def used_prefixes(self, ends: bytes) -> list[tuple[bytes, int, float]]:
+        """Prefixes that prompts began with since the last call, as in `UsedPrefixes`; then `ends` are counted."""
+        reply = await self._look(AskUsedPrefixes(next(self._numbers), ends))
+        return reply.uses if isinstance(reply, UsedPrefixes) else []
+
     async def parting(self, request_id: str) -> Parting | None:
         """Where a request's prompt parted; None if the engine does not know or does not answer."""
         reply = await self._look(AskParting(next(self._numbers), request_id), _EXPLAIN_TIMEOUT_S)
         return reply.parting if isinstance(reply, Parted) else None
 
-    async def _look(
-        self, question: AskMetrics | AskParting | AskWarnings, timeout_s: float = _METRICS_TIMEOUT_S
-    ) -> Metrics | Parted | Warnings | None:
+    async def _look(self, question: _Question, timeout_s: float = _METRICS_TIMEOUT_S) -> _Look | None:
         """An answer about the engine itself; None while it is away, hung, or does not answer."""
         if self.is_hung:
             return None
-        reply: asyncio.Future[Metrics | Parted | Warnings] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[_Look] = asyncio.get_running_loop().create_future()
         self._looks[question.number] = reply
         try:
             self._send(question)
@@ -411,7 +419,7 @@ class EngineConnection:
             self._put(reply.number, reply)
         elif isinstance(reply, Parted) and reply.number in self._answers:
             self._answers[reply.number].explain(reply.parting)
-        elif isinstance(reply, (Metrics, Parted, Warnings)):
+        elif isinstance(reply, (Metrics, Parted, Warnings, UsedPrefixes)):
             if isinstance(reply, Metrics):
                 self._note_loading(reply)
             look = self._looks.get(reply.number)

@@ -16,6 +16,8 @@ from kvtier.engine.device.runner import Runner
 from kvtier.engine.device.sizing import allocated_bytes, choose_num_blocks
 from kvtier.engine.device.step_timer import NoStepTimer, StepTimer
 from kvtier.engine.device.warm_up import compile_kernels
+from kvtier.engine.schedule.block_manager import make_block_manager
+from kvtier.engine.schedule.scheduler import Scheduler
 from kvtier.engine.tier_building import has_tiers, make_hierarchy
 from kvtier.errors import ConfigError
 from kvtier.latency_guard import LatencyGuard
@@ -139,6 +141,16 @@ def make_transfer(
         let_pass=guard.let_pass,
     )
     return Transfer(traffic, arena.num_blocks), timer
+
+
+def make_scheduler(config: EngineConfig, parts: EngineParts, transfer: Transfer | NoTransfer) -> Scheduler:
+    blocks = make_block_manager(config.block_manager, parts.arena.num_blocks, config.block_size, parts.namespace)
+    return Scheduler(
+        blocks,
+        max_num_requests=config.max_num_requests,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        transfer=transfer,
+    )
 
 
 def _device_of(name: str) -> torch.device:

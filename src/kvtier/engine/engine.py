@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.blocks.namespace import Namespace
 from kvtier.engine.answer import AnswerText, StreamPiece, cached_tokens_of, completion_of, piece_of
-from kvtier.engine.building import make_current, make_parts, make_runner, make_transfer
+from kvtier.engine.building import make_current, make_parts, make_runner, make_scheduler, make_transfer
 from kvtier.engine.canary import Canary
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.constraint.compiled import CompiledGrammar
@@ -36,13 +36,12 @@ from kvtier.engine.explanations import Explanations
 from kvtier.engine.gc_control import collect_young
 from kvtier.engine.loading_switch import LoadingSwitch
 from kvtier.engine.parting.partings import Partings
+from kvtier.engine.prefix_uses import PrefixUses
 from kvtier.engine.request_checks import check_request
 from kvtier.engine.retentions import EngineRetentions
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.savings import Savings
-from kvtier.engine.schedule.block_manager import make_block_manager
 from kvtier.engine.schedule.request import FinishReason, Request, Status
-from kvtier.engine.schedule.scheduler import Scheduler
 from kvtier.engine.schedule.step import Step, StepRow
 from kvtier.engine.trial import Trial, suspects_of
 from kvtier.errors import EngineStopped, InvalidGrammar, InvalidParameter
@@ -94,8 +93,9 @@ class Engine:
         # Their threads would keep them, and all they hold, alive after the engine.
         weakref.finalize(self, self.transfer.close).atexit = False
         weakref.finalize(self, self._constraints.close).atexit = False
-        self.scheduler = self._make_scheduler()
+        self.scheduler = make_scheduler(self.config, self.parts, self.transfer)
         self._counts = EngineCounts(num_blocks=parts.arena.num_blocks)
+        self.uses = PrefixUses()
         self._savings = Savings(self._counts, self.transfer.compute_s)
         self.metrics = EngineMetrics(self._counts, registry)
         self.partings = Partings(
@@ -386,7 +386,7 @@ class Engine:
         self._rows_at_risk = ()
         self._canary.forget()
         self.transfer.start_over()
-        self.scheduler = self._make_scheduler()
+        self.scheduler = make_scheduler(self.config, self.parts, self.transfer)
 
     def _note_levels(self) -> None:
         counts, scheduler = self._counts, self.scheduler
@@ -404,17 +404,9 @@ class Engine:
         num_tokens = request.prompt_tokens if request.was_admitted else 0
         if request.warms:  # it is found in pieces, for which no client would have waited
             num_tokens, cached = num_tokens - sum(cached.values()), {}
+        elif request.was_admitted and request.index == 0:
+            self.uses.note(request.blocks.hashes)
         self._savings.note_end(request.finish_reason.value, num_tokens, cached)
-
-    def _make_scheduler(self) -> Scheduler:
-        config, arena = self.config, self.arena
-        blocks = make_block_manager(config.block_manager, arena.num_blocks, config.block_size, self.namespace)
-        return Scheduler(
-            blocks,
-            max_num_requests=config.max_num_requests,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            transfer=self.transfer,
-        )
 
     @property
     def name(self) -> str:

@@ -99,7 +99,7 @@ def test_a_request_may_name_a_prefix_instead_of_sending_its_text(server: Running
     assert isinstance(message, ChatPrompt)
     assert response.messages == message.messages == named.messages
     assert whole.json()["input_tokens"] > counted.json()["input_tokens"] + 200
-    assert (listed["name"], listed["hits"]) == ("handbook", 4)
+    assert (listed["name"], listed["hits"]) == ("handbook", 3)
     assert listed["last_used"] > 0
 
 
@@ -257,6 +257,25 @@ def test_a_pin_that_the_cache_refuses_leaves_the_pin_of_a_prefix_with_the_same_b
     assert refused.status_code == 409
     assert "may be pinned" in refused.text
     assert (left["handbook"], left["longer"]) == (50, 50)
+
+
+def test_a_request_with_the_text_itself_is_a_hit_like_one_that_names_it(below: StoringEngine) -> None:
+    with running("openai", below.config()) as server, http_client(server) as client:
+        warm(client)
+        warm(client, name="another", documents=["Something else entirely. " * 20])
+        before = client.get(PREFIXES).json()["prefixes"]
+        client.post(CHAT, json=chat_body(f"{DOCUMENT}\n\nWho?")).raise_for_status()
+        client.post(CHAT, json=chat_body("Who?")).raise_for_status()
+        listed = client.get(PREFIXES).json()["prefixes"]
+        client.post(CHAT, json=chat_body("Who?", prefix="handbook")).raise_for_status()
+        again = client.get(PREFIXES).json()["prefixes"]
+    assert {one["name"]: one["hits"] for one in before if one["name"]} == {"another": 0, "handbook": 0}
+    assert {one["name"]: one["hits"] for one in listed if one["name"]} == {"another": 0, "handbook": 1}
+    assert {one["name"]: one["last_used"] is None for one in listed if one["name"]} == {
+        "another": True,
+        "handbook": False,
+    }
+    assert {one["name"]: one["hits"] for one in again if one["name"]} == {"another": 0, "handbook": 2}
 
 
 def test_names_outlive_the_server(below: StoringEngine) -> None:

@@ -2,7 +2,7 @@
 
 Every file is written under another name and then renamed, so a process that dies at any moment leaves the book as it
 was before or after a change. With a key, all files are encrypted, as blocks on disk are. May be called from any thread:
-`get`, `note_hit` and iteration only use memory, all other methods wait for files.
+`get`, `note_hits` and iteration only use memory, all other methods wait for files.
 """
 
 from __future__ import annotations
@@ -137,15 +137,16 @@ class PrefixBook:
             self._change(changed, gone=None)
             return changed
 
-    def note_hit(self, record: PrefixRecord, at: float) -> None:
-        """Count a request that named the prefix, in memory only until the next change or `save`.
+    def note_hits(self, record: PrefixRecord, count: int, at: float) -> None:
+        """Count requests that began with the prefix, the last one at `at`, in memory until the next change or `save`.
 
         Does nothing if the prefix is gone.
         """
         with self._memory:
             now = self._records.get(record.name)
             if now is not None and now.file == record.file:
-                self._records[record.name] = msgspec.structs.replace(now, hits=now.hits + 1, last_used=at)
+                last = max(at, now.last_used or at)
+                self._records[record.name] = msgspec.structs.replace(now, hits=now.hits + count, last_used=last)
 
     def rename(self, record: PrefixRecord, to: str) -> PrefixRecord:
         """Raises `ConfigError` if the new name is taken, or if the prefix is gone."""

@@ -21,6 +21,7 @@ from kvtier.api.engines import Engines, ServedModel
 from kvtier.api.http_error import HttpError
 from kvtier.api.prefixes.book import PrefixBook, new_file
 from kvtier.api.prefixes.cache import Placed, PrefixCache
+from kvtier.api.prefixes.counting import UseCounting
 from kvtier.api.prefixes.filling import PrefixFilling, Progress, WarmOrder
 from kvtier.api.prefixes.prefix import Prefix, prefix_of, prefix_of_namespace
 from kvtier.api.prefixes.record import PrefixContent, PrefixRecord
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-_LOOK_EVERY_S = 10.0
+_LOOK_EVERY_S = 2.0
 _SAVE_EVERY_S = 30.0
 _LISTED_S = 2.0
 """Maximum age of the values in a listing."""
@@ -67,6 +68,7 @@ class Prefixes:
         self._warming = asyncio.Lock()
         self._changing = asyncio.Lock()
         """Held for each change of a name and its pins, which waits for a cache server in between."""
+        self._counting = UseCounting(engines, book, self._in_book, clock)
         self._placed: dict[str, tuple[float, Placed]] = {}
         self._listed: tuple[float, list[tuple[str, KnownNamespace]]] = (float("-inf"), [])
         self._is_noted = False
@@ -83,6 +85,7 @@ class Prefixes:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         with contextlib.suppress(HttpError):
+            await self._count_uses()
             await self._save_notes()
         for threads in (self._threads, self._readers):
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
@@ -94,6 +97,7 @@ class Prefixes:
 
         Keys that read data about all keys list the prefixes of all keys, too, but use only their own.
         """
+        await self._count_uses()
         known = [record for record in self._book if not self._is_expired(record)]
         found = [record for record in known if tenant.reads_metrics or self._may_see(record, tenant)]
         placed = await self._place(found[:limit])
@@ -205,7 +209,9 @@ class Prefixes:
         One that replaces a pinned prefix of the same name is pinned, too. If that fails, the pins are as before. It is
         completed even if the caller is cancelled.
         """
-        return await self.shown(await _completed(self._add(record, content)))
+        added = await _completed(self._add(record, content))
+        await self._count_uses()
+        return await self.shown(added)
 
     async def end_expired(self) -> None:
         """Remove expired names and unpin their blocks. Called periodically."""
@@ -279,8 +285,6 @@ class Prefixes:
                 f"with prefix the first message must have the role user, not {first.role[:32]!r}: a system message is "
                 "part of the prefix, given when it is warmed"
             )
-        self._book.note_hit(record, self._clock())
-        self._is_noted = True
         begun = text.messages(first.content)
         begun[-1] = msgspec.structs.replace(first, content=begun[-1].content)
         return msgspec.structs.replace(prompt, messages=[*begun, *prompt.messages[1:]])
@@ -427,10 +431,11 @@ class Prefixes:
         return hashes[await self._in_book(num_shared) :]
 
     async def _look_after(self) -> None:
-        """Remove expired prefixes and save hits, periodically."""
+        """Remove expired prefixes, count uses and save hits, periodically."""
         while True:
             await self.end_expired()
             try:
+                await self._count_uses()
                 if self._clock() - self._saved_at >= _SAVE_EVERY_S:
                     await self._save_notes()
             except HttpError as error:
@@ -449,6 +454,9 @@ class Prefixes:
             await self._in_book(lambda: self._book.remove(record))
             self._forget_places()
         logger.info("the prefix %s has expired", name)
+
+    async def _count_uses(self) -> None:
+        self._is_noted |= await self._counting.count()
 
     async def _save_notes(self) -> None:
         self._saved_at = self._clock()

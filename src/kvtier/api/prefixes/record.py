@@ -40,7 +40,7 @@ class PrefixRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     first block, which prefixes that share blocks have in common.
 
     `key` is the name of the API key whose chats begin with the prefix. `file` is the name of its content file; `hits`
-    counts requests that named the prefix. Times are seconds of the epoch.
+    counts requests that began with the prefix. Times are seconds of the epoch.
     """
 
     name: str

@@ -218,7 +218,28 @@ class AskWarnings(_Message, frozen=True, tag="ask_warnings"):
     number: int
 
 
-ToEngine = Submit | Abort | Tokenize | Detokenize | AskMetrics | AskParting | AskWarnings | ResumeLoading | StopLoading
+class AskUsedPrefixes(_Message, frozen=True, tag="ask_used_prefixes"):
+    """Asks which prefixes prompts began with since the last such message, and names those to count from now on.
+
+    `ends` joins the hashes of their last blocks. Answered by `UsedPrefixes`.
+    """
+
+    number: int
+    ends: bytes
+
+
+ToEngine = (
+    Submit
+    | Abort
+    | Tokenize
+    | Detokenize
+    | AskMetrics
+    | AskParting
+    | AskWarnings
+    | AskUsedPrefixes
+    | ResumeLoading
+    | StopLoading
+)
 
 
 # --- from the engine -------------------------------------------------------------------------------------------------
@@ -341,6 +362,13 @@ class Warnings(_Message, frozen=True, tag="warnings"):
     warnings: list[LoggedWarning]
 
 
+class UsedPrefixes(_Message, frozen=True, tag="used_prefixes"):
+    """For each used prefix the hash of its last block, the number of prompts, and the seconds since the last one."""
+
+    number: int
+    uses: list[tuple[bytes, int, float]]
+
+
 class Retained(_Message, frozen=True, tag="retained"):
     """One outcome for each part of the prompt that was to stay cached."""
 
@@ -349,7 +377,17 @@ class Retained(_Message, frozen=True, tag="retained"):
 
 
 FromEngine = (
-    EngineHello | Accepted | Refused | Tokenized | Detokenized | StepOutputs | Metrics | Parted | Warnings | Retained
+    EngineHello
+    | Accepted
+    | Refused
+    | Tokenized
+    | Detokenized
+    | StepOutputs
+    | Metrics
+    | Parted
+    | Warnings
+    | UsedPrefixes
+    | Retained
 )
 
 _encoder = msgspec.msgpack.Encoder()

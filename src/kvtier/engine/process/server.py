@@ -20,6 +20,7 @@ from typing import TypeAlias
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from kvtier.blocks.hashing import HASH_BYTES, split_hashes
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.client import Admitted, EngineClient, StreamEvent, Submission
 from kvtier.engine.parting.partings import Partings
@@ -34,6 +35,7 @@ from kvtier.engine.process.messages import (
     Abort,
     Accepted,
     AskParting,
+    AskUsedPrefixes,
     AskWarnings,
     ChatPrompt,
     Detokenize,
@@ -56,6 +58,7 @@ from kvtier.engine.process.messages import (
     Tokenize,
     Tokenized,
     TokenPrompt,
+    UsedPrefixes,
     Warnings,
     body_length,
     decode_request,
@@ -76,6 +79,7 @@ from kvtier.transport.listening import UnixListener
 
 logger = logging.getLogger(__name__)
 
+_MAX_ENDS_BYTES = (1 << 16) * HASH_BYTES
 _NUM_PROMPT_THREADS = 2
 _SHORT_CHARACTERS = (4 << 10, 64 << 10)
 _LENGTHS = ("short", "middle", "long")
@@ -306,6 +310,9 @@ class _ClientConnection:
             self._server.slow_threads.submit(self._explain, request.number, request.request_id)
         elif isinstance(request, AskWarnings):
             self._outbox.put(Warnings(request.number, self._server.warnings.newest()))
+        elif isinstance(request, AskUsedPrefixes):
+            uses = self._server.client.engine.uses.take(split_hashes(request.ends[:_MAX_ENDS_BYTES]))
+            self._outbox.put(UsedPrefixes(request.number, uses))
         elif isinstance(request, ResumeLoading):
             self._server.slow_threads.submit(self._switch_loading, request.number, "")
         elif isinstance(request, StopLoading):

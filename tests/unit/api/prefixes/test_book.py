@@ -174,10 +174,10 @@ def test_hits_are_noted_while_the_names_are_written(tmp_path: Path) -> None:
     book = PrefixBook(tmp_path)
     record = record_of("handbook")
     book.add(record, content_of())
-    book.note_hit(record, 5.0)
+    book.note_hits(record, 1, 5.0)
     changed = book.change(record, is_pinned=True)
     assert (changed.hits, changed.last_used, changed.is_pinned) == (1, 5.0, True)
-    book.note_hit(record_of("handbook"), 6.0)  # of another prefix that had the name
+    book.note_hits(record_of("handbook"), 1, 6.0)  # of another prefix that had the name
     assert list(PrefixBook(tmp_path)) == [changed]
 
 

@@ -231,7 +231,7 @@ def test_a_prefix_that_cannot_be_replaced_keeps_its_pin(tmp_path: Path) -> None:
 def test_an_import_over_a_pinned_name_keeps_its_pin_and_its_hits(tmp_path: Path) -> None:
     async def act(kept: Kept) -> None:
         before = await kept.add("handbook", is_pinned=True)
-        kept.book.note_hit(before, 1001.0)
+        kept.book.note_hits(before, 1, 1001.0)
         added = await kept.prefixes.add(record_of("handbook", first="02" * 32), PrefixContent(b"\2" * 64, None))
         assert (added.is_pinned, added.hits, added.last_used) == (True, 1, 1001.0)
         assert kept.cache.pinned == set(split_hashes(b"\2" * 64))

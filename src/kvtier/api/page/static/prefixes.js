@@ -5,6 +5,7 @@ import { ask, askText, bar, make, show, table } from "./dom.js";
 import { ago, bytes, count, inOrder, kindOf, nameOf, share, sum } from "./format.js";
 
 const LIMIT = 200;
+const REFRESH_MS = 10000;
 
 export class Prefixes {
   constructor(place, live) {
@@ -20,6 +21,7 @@ export class Prefixes {
       this.notice, this.warm, this.tree);
     this.changes = live.state ? live.state.prefix_changes : undefined;
     this.numLoads = 0;
+    this.timer = setInterval(() => this.load(), REFRESH_MS);
     this.load();
   }
 
@@ -177,7 +179,9 @@ export class Prefixes {
     if (!isWarm) throw new Error("The server stopped before it was done: what was computed stays cached.");
   }
 
-  close() {}
+  close() {
+    clearInterval(this.timer);
+  }
 }
 
 // Tells a button or a summary from others, in this tree and in the one that replaces it.
