@@ -301,6 +301,7 @@ _BY_RESULT = [
             "load_ms": "a load in a browser until the tiers are shown, ms",
             "prefixes_load_ms": "a load until the tree of prefixes is shown, ms",
             "page_on_over_off": "tokens/s of 32 streams with the page and a reader, over those without a page",
+            "page_cpu_off_over_on": "CPU time per token of the whole deployment: without a page, over with it",
             "page_cpu_share": "CPU time of the page with a reader, of one core",
         },
     ),

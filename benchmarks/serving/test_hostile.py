@@ -26,6 +26,7 @@ from pathlib import Path
 
 from benchmarks.harness import Result, console, finish, make_parser, print_table
 from benchmarks.serving.hostile_side import ATTACKS, ENGINE_WORK
+from examples.use_remote_KV_cache.command import run_command
 from examples.use_remote_KV_cache.deployment import Deployment
 from kvtier.priority import step_back
 from kvtier.testing.tiny_models import save_tiny_model
@@ -207,4 +208,4 @@ def _peak_bytes(pid: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -25,6 +25,7 @@ from benchmarks.model_configs import MODEL_CONFIGS, SMALL_SHAPE
 from benchmarks.prefix_caching.options import make_parser
 from benchmarks.serving.rounds import Load, Round
 from benchmarks.serving.word_tokenizer import save_word_tokenizer
+from examples.use_remote_KV_cache.command import run_command
 from examples.use_remote_KV_cache.deployment import Deployment
 
 _BARS = {"http_over_engine": ">= 0.95", "http_ttft_over_engine": "<= 1.05"}
@@ -119,4 +120,4 @@ def _median(rounds: list[Round], name: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))
