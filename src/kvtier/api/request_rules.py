@@ -12,11 +12,29 @@ from kvtier.api.prefixes.record import MAX_NAME_CHARACTERS
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import InvalidParameter
 
+_NORMAL = "medium"
+_VERBOSITIES = ("low", _NORMAL, "high")
+
 
 def check_texts(body: JsonBody, *names: str) -> None:
     """Check the type and length of texts that callers send for their own records and that change nothing."""
     for name in names:
         body.short_text(name, MAX_RECORD_CHARACTERS)
+
+
+def check_cache_options(body: JsonBody) -> None:
+    """Check `prompt_cache_options`: every prompt is cached. A prompt alone, without an answer, is not served."""
+    options = body.inner("prompt_cache_options")
+    if options is not None and options.flag("prewarm"):
+        raise options.refuse("prewarm", "is true: ask for an answer of one token instead")
+
+
+def read_verbosity(body: JsonBody) -> dict[str, object]:
+    """`verbosity` as a value for the chat template: a hint, without effect if the template does not use it."""
+    given = body.text("verbosity")
+    if given is not None and given not in _VERBOSITIES:
+        raise body.wrong("verbosity", f"one of {', '.join(_VERBOSITIES)}")
+    return {} if given in (None, _NORMAL) else {"verbosity": given}
 
 
 def read_metadata(body: JsonBody) -> dict[str, str]:

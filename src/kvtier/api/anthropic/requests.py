@@ -31,12 +31,12 @@ _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _MAX_TEMPERATURE = 1.0
 _NEUTRAL: Neutral = {
     "container": (),
-    "diagnostics": (),
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
-    "speed": ("standard",),
+    "speed": ("standard", "fast"),
 }
 _IGNORED_IN_COUNTS = (
+    "diagnostics",
     "max_tokens",
     "metadata",
     "stop_sequences",
@@ -95,6 +95,7 @@ def read_message(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
     check_texts(metadata, "user_id")
     session, explains = metadata.text("user_id") or "", body.flag("explain") or False
     check_texts(body, "inference_geo", "user_profile_id", "workspace_id")
+    check_texts(body.inner("diagnostics") or JsonBody({}), "previous_message_id")
     num_system = len(conversation.messages) - len(joined_turns(marks.fragments))
     retention = RetentionWish(marks.parts(num_system), read_priority(body))
     record = MessageRecord(stops, thinking.is_hidden, marks.found, read_context_edits(body))

@@ -22,6 +22,7 @@ from kvtier.api.limits import (
     MAX_TOOLS,
 )
 from kvtier.api.neutral_fields import Neutral, image_refused, invalid, refuse_others
+from kvtier.api.request_rules import read_verbosity
 from kvtier.api.retention_fields import read_cache_control
 from kvtier.engine.grammar import Grammar
 from kvtier.engine.process.messages import ChatMessage, ToolCall
@@ -31,10 +32,14 @@ Marked: TypeAlias = list[tuple[float, int | None]]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_IGNORED = ("annotations", "cache_control", "id", "metadata", "parsed", "provider_specific_fields", "reasoning_details")
+_IGNORED = (
+    *("annotations", "cache_control", "id", "metadata", "parsed", "prompt_cache_breakpoint"),
+    *("provider_specific_fields", "reasoning_details"),
+)
 """Fields that clients send back from an answer, or send for other servers; no chat template reads them."""
 
 _NEUTRAL_IN_MESSAGES: Neutral = {"audio": (), "function_call": (), "refusal": ("",)}
+_SWITCHES: Mapping[str, bool | None] = {"enabled": True, "disabled": False, "auto": None}
 _CHOICES = ("auto", "none", "required")
 
 
@@ -48,17 +53,35 @@ def read_conversation(body: JsonBody, output: Grammar | None = None, marked: Mar
     effort = body.text("reasoning_effort")
     if effort is not None and effort not in EFFORTS:
         raise body.wrong("reasoning_effort", f"one of {', '.join(EFFORTS)}")
+    thinks = _thinks(body)
     return Conversation(
         messages=_messages(body, marked),
         tools=tools,
         tool_choice=_tool_choice(body, tools),
         allows_several_calls=body.flag("parallel_tool_calls") is not False,
         output=output,
-        thinks=THINKS.get(effort),
+        thinks=THINKS.get(effort) if thinks is None else thinks,
         effort=None if effort == "none" else effort,
-        template_values=_template_values(body),
+        template_values={**read_verbosity(body), **_template_values(body)},
         shows_reasoning=body.flag("include_reasoning") is not False,
     )
+
+
+def _thinks(body: JsonBody) -> bool | None:
+    """Whether the model thinks, in the words of other servers: `enable_thinking`, or `thinking` with a type.
+
+    They have no effect on a model whose template has no switch. None without either.
+    """
+    switch = body.flag("enable_thinking")
+    thinking = body.inner("thinking")
+    if thinking is None:
+        return switch
+    kind = thinking.needed_text("type")
+    if kind not in _SWITCHES:
+        raise thinking.wrong("type", f"one of {', '.join(_SWITCHES)}")
+    thinking.flag("clear_thinking")  # the template decides which thoughts of earlier turns it shows
+    thinking.refuse_rest()
+    return _SWITCHES[kind] if switch is None else switch
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from kvtier.api.openai.chat_requests import Marked, read_conversation
 from kvtier.api.output_format import output_field, read_output_format
 from kvtier.api.prompt_form import SILENT, PromptForm
 from kvtier.api.prompt_length import check_length
-from kvtier.api.request_rules import check_texts, read_metadata, read_prefix, sampling_params
+from kvtier.api.request_rules import check_cache_options, check_texts, read_metadata, read_prefix, sampling_params
 from kvtier.api.retention_fields import read_retention
 from kvtier.engine.process.messages import Prompt, TextPrompt, TokenPrompt
 from kvtier.engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
@@ -49,9 +49,7 @@ _NEUTRAL: Neutral = {
     "priority": (0,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default", "flex", "priority"),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
@@ -67,7 +65,7 @@ _NEUTRAL_IN_CHAT: Neutral = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "verbosity": ("medium",),
+    "moderation": (),
     "web_search_options": (),
 }
 _NEUTRAL_IN_COMPLETIONS: Neutral = {"add_special_tokens": (True,)}
@@ -87,6 +85,7 @@ def read_chat(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
         max_tokens = body.whole("max_completion_tokens")
         if values.setdefault("max_tokens", max_tokens) != max_tokens:
             raise invalid("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
+    check_cache_options(body)
     body.inner("prediction")  # it may make the answer faster, but never different
     refuse_others(body, _NEUTRAL_IN_CHAT)
     params = sampling_params({"max_tokens": None, **model.options, **values}, names)
@@ -157,7 +156,8 @@ def _generation_request(
     if explains and is_streamed and not includes_usage:
         raise invalid("explain", "explain needs stream_options.include_usage in a stream: it is part of the usage")
     retention = read_retention(body, marked)
-    check_texts(body, "user", "safety_identifier", "guided_decoding_backend")
+    check_texts(body, "user", "safety_identifier", "guided_decoding_backend", "service_tier")
+    body.flag("store")  # chats are not stored
     read_metadata(body)
     refuse_others(body, _NEUTRAL)
     body.refuse_rest()

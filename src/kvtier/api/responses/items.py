@@ -25,6 +25,12 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _PREFIXES = {"text": "msg", "reasoning": "rs"}
 
+_OF_SERVERS = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_call"),
+    *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_call", "tool_search_output"),
+)
+"""Tools that other servers ran in an earlier answer are left out of the history, as their tools are left out."""
+
 _Reader = Callable[[JsonBody, str], ChatMessage | None]
 
 
@@ -37,6 +43,8 @@ def read_item(item: object, path: str) -> ChatMessage | None:
         raise invalid(path, f"{path} must be an object, not {shown(item)}")
     body = JsonBody(item, f"{path}.")
     kind = body.text("type") or ("message" if "role" in item else "item_reference")
+    if kind in _OF_SERVERS:
+        return None
     reader = _READERS.get(kind)
     if reader is None:
         raise HttpError(400, f"{path} is of type {shown(kind)}, which is not supported here", "invalid_value", path)

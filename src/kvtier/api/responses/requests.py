@@ -16,6 +16,7 @@ from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import JsonBody, shown
 from kvtier.api.limits import (
     MAX_CACHE_SALT_CHARACTERS,
+    MAX_CONTEXT_EDITS,
     MAX_ID_CHARACTERS,
     MAX_INPUT_ITEMS,
     MAX_OPENAI_TEMPERATURE,
@@ -23,7 +24,14 @@ from kvtier.api.limits import (
 from kvtier.api.neutral_fields import Neutral, invalid, refuse_others
 from kvtier.api.output_format import read_named_schema
 from kvtier.api.prompt_length import check_length
-from kvtier.api.request_rules import check_texts, read_metadata, read_prefix, sampling_params
+from kvtier.api.request_rules import (
+    check_cache_options,
+    check_texts,
+    read_metadata,
+    read_prefix,
+    read_verbosity,
+    sampling_params,
+)
 from kvtier.api.responses.items import REFERENCE, read_item
 from kvtier.api.responses.record import ResponseRecord, encode_record
 from kvtier.api.responses.tools import read_tool_choice, read_tools, shown_tool
@@ -39,15 +47,13 @@ _INCLUDABLE = (
     *("computer_call_output.output.image_url", "code_interpreter_call.outputs"),
 )
 _TEXTS = ("user", "prompt_cache_key", "safety_identifier", "prompt_cache_retention")
+_COMPACTION = "compaction"
 _NEUTRAL: Neutral = {
     "background": (False,),
-    "context_management": ([],),
     "conversation": (),
     "moderation": (),
     "prompt": (),
-    "service_tier": ("auto", "default", "flex", "priority"),
 }
-_NEUTRAL_IN_TEXT: Neutral = {"verbosity": ("medium",)}
 _NEUTRAL_IN_REASONING: Neutral = {"context": ("auto",), "mode": ("standard",)}
 _SUMMARIES = ("auto", "concise", "detailed")
 
@@ -119,6 +125,7 @@ def _conversation(body: JsonBody, given: _Given) -> Conversation:
         output=_output(body),
         thinks=THINKS.get(effort),
         effort=None if effort == "none" else effort,
+        template_values=read_verbosity(body.inner("text") or JsonBody({})),
     )
 
 
@@ -209,7 +216,7 @@ def _output(body: JsonBody) -> Grammar | None:
     text = body.inner("text")
     if text is None:
         return None
-    refuse_others(text, _NEUTRAL_IN_TEXT)
+    read_verbosity(text)
     form = text.inner("format")
     text.refuse_rest()
     if form is None:
@@ -253,11 +260,23 @@ def _sampling_values(body: JsonBody, include: Sequence[object]) -> dict[str, obj
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _check_context_management(body: JsonBody) -> None:
+    """Compaction applies to long prompts only, and none is applied here: a prompt that is too long is refused."""
+    for index, edit in enumerate(body.items("context_management", MAX_CONTEXT_EDITS) or ()):
+        path = f"context_management[{index}]"
+        if not isinstance(edit, dict) or edit.get("type") != _COMPACTION:
+            raise invalid(path, f"{path} must be an object of the type {_COMPACTION}, not {shown(edit)}")
+
+
 def _check_rest(body: JsonBody, *, is_streamed: bool) -> None:
     """Check the fields that have no effect here with the values that are accepted."""
     check_texts(body, *_TEXTS)
     body.whole("max_tool_calls")  # limits tools that the server runs: there are none
-    body.inner("prompt_cache_options")
+    check_cache_options(body)
+    check_texts(body, "service_tier")
+    body.inner("image")  # options for the images of a prompt: there are none
+    body.inner("access_programs")
+    _check_context_management(body)
     if (body.text("truncation") or "auto") not in ("auto", "disabled"):
         raise body.wrong("truncation", "auto or disabled")
     options = body.inner("stream_options")
