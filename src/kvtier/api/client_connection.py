@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from kvtier.api.http_error import REFUSAL, HttpError, overloaded
 from kvtier.api.limits import CHUNK_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, NUM_FREE_CHUNKS
 from kvtier.api.streaming import ABORT
 from kvtier.errors import ConfigError
+from kvtier.sizes import format_size
 
 _KEEP_ALIVE_S = 75
 _HEADER_EXTRA_BYTES = len(": \r\n")
@@ -30,7 +31,14 @@ _PARSED_AT_ONCE_BYTES = 32 << 10
 _TOO_MANY_CHUNKS = f"the body has too many small chunks: send chunks of at least {CHUNK_BYTES} bytes"
 _TOO_MANY_REQUESTS = f"more than {MAX_PIPELINED} requests wait on this connection: wait for their answers"
 
-_refuse_request = PlainTextResponse(_TOO_MANY_REQUESTS, 429, {"connection": "close"})
+_HEAD_TOO_LONG = f"the head is longer than {format_size(MAX_HEAD_BYTES)}, or has more than {MAX_HEADERS} headers"
+_NOT_HTTP = "this is not a request of HTTP"
+_MAX_PATH_BYTES = 256
+_CLOSE = {"connection": "close"}
+
+
+async def _receive_nothing() -> Message:
+    return {"type": "http.disconnect"}
 
 
 def uvicorn_config(app: ASGIApp, *, stop_s: int, backlog: int, **tls: Any) -> uvicorn.Config:
@@ -63,7 +71,8 @@ def check_certificate(certificate: Path, key: Path) -> None:
 class ClientConnection(HttpToolsProtocol):
     """Answers an oversized head with 431, a body with too many chunks with 400, and a request over the limit with 429.
 
-    The connection is then closed, as is one that does not complete a head in time. Requests before the one over the
+    The application writes these answers, in its API's form: the error is in the `scope` under `REFUSAL`. The connection
+    is then closed, as is one that does not complete a head in time. Requests before the one over the
     limit are answered first.
     """
 
@@ -129,7 +138,9 @@ class ClientConnection(HttpToolsProtocol):
         if len(self.pipeline) < MAX_PIPELINED:
             super().on_headers_complete()
             return
-        self.app = _refuse_request  # answers this request in its turn
+        error = overloaded(_TOO_MANY_REQUESTS)
+        error.headers |= _CLOSE
+        self.scope[REFUSAL] = error  # type: ignore[literal-required]  # this request is answered in its turn
         super().on_headers_complete()
         self._takes_no_more = True
         raise ValueError("too many requests wait")
@@ -161,22 +172,70 @@ class ClientConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if self._takes_no_more:
-            return  # it is answered after the requests before it
+            return  # it is answered after the requests before it, or with another error
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
         else:
-            super().send_400_response(msg)
+            self._refuse(HttpError(400, _NOT_HTTP, "invalid_http"))
 
     def _refuse_chunks(self) -> None:
-        """If an answer to this request or an earlier one has begun, it is cut off: an error could not follow it."""
-        if self.pipeline or self.cycle.response_started:
-            self.transport.close()
-        else:
-            super().send_400_response(_TOO_MANY_CHUNKS)
+        self._refuse(HttpError(400, _TOO_MANY_CHUNKS, "too_many_chunks"))
 
     def _refuse_head(self) -> None:
-        self.transport.write(STATUS_LINE[431] + b"content-length: 0\r\nconnection: close\r\n\r\n")
-        self.transport.close()
+        self._refuse(HttpError(431, _HEAD_TOO_LONG, "head_too_large"))
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer with the error, and close. If an answer to this request or an earlier one has begun, it is cut off: an
+        error could not follow it.
+        """
+        cycle = self.cycle
+        self._takes_no_more = True
+        self._stop_timer()
+        is_answered = cycle is not None and cycle.response_started and (cycle.more_body or not cycle.response_complete)
+        if self.pipeline or is_answered:
+            self.transport.close()
+            return
+        self.flow.pause_reading()
+        task = self.loop.create_task(self._answer(error))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _answer(self, error: HttpError) -> None:
+        head, body = STATUS_LINE[error.status], b""
+
+        async def send(message: Message) -> None:
+            nonlocal head, body
+            head += b"".join(b"%s: %s\r\n" % pair for pair in message.get("headers", ()))
+            body += message.get("body", b"")
+
+        try:
+            await self.app(self._scope_of(error), _receive_nothing, send)
+        finally:
+            if not self.transport.is_closing():
+                self.transport.write(head + b"connection: close\r\n\r\n" + body)
+                self.transport.close()
+
+    def _scope_of(self, error: HttpError) -> dict[str, Any]:
+        """A scope with as much of the request's path as has arrived: some paths have errors of another form."""
+        path = getattr(self, "url", b"") or b""
+        path = path.partition(b"?")[0][:_MAX_PATH_BYTES]
+        path = path if path.startswith(b"/") and path.isascii() else b"/"
+        return {
+            "type": "http",
+            "asgi": {"version": self.config.asgi_version, "spec_version": "2.3"},
+            "http_version": "1.1",
+            "scheme": self.scheme,
+            "method": "GET",
+            "path": path.decode("ascii"),
+            "raw_path": path,
+            "query_string": b"",
+            "root_path": "",
+            "headers": [],
+            "client": self.client,
+            "server": self.server,
+            "state": {},
+            REFUSAL: error,
+        }
 
     def _start_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import EngineAway, EngineStopped, KvtierError, PromptTooLong, RequestError, UnknownModel
 
+REFUSAL = "kvtier.refusal"
+"""Where a `scope` has the `HttpError` for a request that its connection refuses."""
+
 NO_EMBEDDINGS = "embeddings are supported by models that run on vLLM only"
 
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvtier.api.http_error import HttpError
+from kvtier.api.http_error import REFUSAL, HttpError
 
 _OPEN_PATHS = ("/health", "/ready")
 """Paths without private data: monitoring may use any host name."""
@@ -109,7 +109,7 @@ class WebGuard:
                 kind = value.decode("latin-1")
             elif name == b"access-control-request-headers":
                 wants = value.decode("latin-1")
-        error = self._error(scope, host, origin, kind)
+        error = scope.get(REFUSAL) or self._error(scope, host, origin, kind)
         if error is not None:
             await self._refuse(error, scope, receive, send)
         elif not origin:

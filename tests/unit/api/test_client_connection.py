@@ -6,9 +6,11 @@ import contextlib
 import logging
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +20,7 @@ from kvtier.api.limits import CHUNK_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPE
 from kvtier.api.open_bodies import OpenBodies
 from kvtier.api.server import raise_file_limit
 from kvtier.engine.process.messages import ChatPrompt
-from tests.support.fake_engine import FakeEngine, Running, config_of, fake_engine, http_client, running
+from tests.support.fake_engine import FakeEngine, Running, config_of, fake_engine, http_client, running, words_then
 from tests.support.openai_asking import CHAT, chat_body, raw_post, receive_until
 from tests.support.waiting import LIMIT_S
 
@@ -100,6 +102,77 @@ def test_trailers_are_no_way_around_the_limit(server: Running) -> None:
             connection.sendall(b"x" * 1024 * MAX_HEAD_BYTES)
 
 
+# --- the form of errors -----------------------------------------------------------------------------------------------
+
+_LONG = b"x-long: " + b"x" * MAX_HEAD_BYTES
+_BROKEN = {
+    "a long head": (b"POST %s HTTP/1.1\r\nHost: localhost\r\n" + _LONG, 431),
+    "no header": (b"POST %s HTTP/1.1\r\nHost: localhost\r\nthis is none\r\n\r\n", 400),
+    "a wrong length": (b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: ten\r\n\r\n", 400),
+    "a wrong chunk": (b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+    "small chunks": (b"POST %s HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 9000, 400),
+}
+
+
+def _error_in(server: Running, sent: bytes, status: int) -> dict[str, Any]:
+    """The document of an answer with this status, after which the connection is closed."""
+    with connected(server) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+        head, _, body = rest_of(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert b"\r\ncontent-type: application/json\r\n" in head
+    assert b"\r\ncontent-length: %d\r\n" % len(body) in head
+    document: dict[str, Any] = msgspec.json.decode(body)
+    return document
+
+
+@pytest.mark.parametrize(("sent", "status"), _BROKEN.values(), ids=_BROKEN)
+def test_what_is_no_request_gets_an_error_in_the_form_of_its_path(server: Running, sent: bytes, status: int) -> None:
+    plain = _error_in(server, sent % b"/v1/chat/completions?x=y", status)
+    assert plain["error"]["type"] == "invalid_request_error"
+    assert plain["error"]["message"]
+    message = _error_in(server, sent % b"/v1/messages", status)
+    assert (message["type"], message["error"]["type"]) == ("error", "invalid_request_error")
+    assert message["request_id"]
+    with http_client(server) as client:
+        assert client.get("/health").status_code == 200
+
+
+def test_ollamas_port_has_both_forms(engine: FakeEngine) -> None:
+    sent, status = _BROKEN["no header"]
+    with running("ollama", config_of(engine)) as server:
+        assert isinstance(_error_in(server, sent % b"/api/chat", status)["error"], str)
+        assert isinstance(_error_in(server, b"what is this?\r\n\r\n", status)["error"], str)
+        assert isinstance(_error_in(server, sent % b"/v1/chat/completions", status)["error"], dict)
+
+
+def test_too_many_requests_get_an_error_in_the_form_of_their_path(server: Running) -> None:
+    request = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+    with connected(server) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(request * 500)
+        last = rest_of(connection).rpartition(b"HTTP/1.1 ")[2]
+
+    assert last.startswith(b"429")
+    assert msgspec.json.decode(last.partition(b"\r\n\r\n")[2])["error"]["type"] == "rate_limit_error"
+
+
+def test_a_broken_request_does_not_speak_into_an_answer_that_has_begun(server: Running, engine: FakeEngine) -> None:
+    body = msgspec.json.encode(chat_body("x", stream=True))
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    is_over = threading.Event()
+    engine.script = words_then(["one"], then=is_over)
+    with connected(server) as connection:
+        connection.sendall(head + body)
+        answer = receive_until(connection, b"data: ")
+        connection.sendall(b"what is this?\r\n\r\n")
+        answer += rest_of(connection)
+    is_over.set()
+
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
 # --- many small pieces ------------------------------------------------------------------------------------------------
 
 _CHUNKED = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
@@ -158,7 +231,7 @@ def test_a_body_in_too_many_small_chunks_is_refused_with_a_sentence(
         answer = rest_of(connection)
 
     assert answer.startswith(b"HTTP/1.1 400 ")
-    assert answer.endswith(b"the body has too many small chunks: send chunks of at least 16 bytes")
+    assert b"the body has too many small chunks: send chunks of at least 16 bytes" in answer
     assert num_passed_on < 20_000  # most were never looked at
     with http_client(server) as client:
         assert client.get("/health").status_code == 200
@@ -194,7 +267,11 @@ def test_more_requests_than_that_are_refused_once_those_before_them_are_answered
         answers = rest_of(connection).split(b"HTTP/1.1 ")[1:]
 
     assert [answer[:3] for answer in answers] == [b"200"] * (MAX_PIPELINED + 1) + [b"429"]
-    assert answers[-1].endswith(b"more than 16 requests wait on this connection: wait for their answers")
+    assert b"\r\nretry-after: " in answers[-1].lower()
+    assert b"\r\nconnection: close\r\n" in answers[-1]
+    error = msgspec.json.decode(answers[-1].partition(b"\r\n\r\n")[2])["error"]
+    assert error["message"] == "more than 16 requests wait on this connection: wait for their answers"
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
     with http_client(server) as client:
         assert client.get("/health").status_code == 200
 

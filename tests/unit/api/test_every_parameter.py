@@ -105,6 +105,7 @@ _RESPONSE: Mapping[str, Sequence[Any]] = {
     **{name: _CHAT[name] for name in ("stream_options", "moderation", "tool_choice")},
     "access_programs": [None, {"cyber": "standard"}],
     "background": [None, False, _REFUSED],
+    "client_metadata": [None, {}, {"session_id": "x"}],
     "context_management": [None, [], [{"type": "compaction", "compact_threshold": 100_000}]],
     "conversation": [None, _REFUSED],
     "image": [None, {"context_compression": "auto"}],

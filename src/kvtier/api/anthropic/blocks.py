@@ -26,6 +26,8 @@ _USED_BY_SERVERS = ("server_tool_use", "mcp_tool_use")
 _RESULT_OF_SERVERS = "_tool_result"
 """Tools that other servers ran in an earlier answer are left out of the history, as their tools are left out."""
 
+_BILLING = "x-anthropic-billing-header:"
+
 _ERROR = "error"
 """The text of a tool result with `is_error` and no text of its own."""
 
@@ -73,13 +75,21 @@ def read_system(body: JsonBody, marks: Marks) -> list[ChatMessage]:
     if system is None:
         return []
     if isinstance(system, str):
-        return [ChatMessage("system", system)]
+        return [ChatMessage("system", _without_billing(system))]
     texts = []
     for index, block in enumerate(body.items("system", MAX_PARTS) or []):
         inner = _block(block, f"system[{index}]")
         marks.note(inner, "system", index)
-        texts.append(text_of(inner, f"system[{index}]"))
+        texts.append(_without_billing(text_of(inner, f"system[{index}]")))
     return [ChatMessage("system", "".join(texts))] if texts else []
+
+
+def _without_billing(text: str) -> str:
+    """Leaves out a line that Claude Code puts before its system prompt, for Anthropic's accounts.
+
+    It has a checksum that changes with every request: no prompt would begin like the one before it.
+    """
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 
 def read_messages(body: JsonBody, marks: Marks) -> list[ChatMessage]:

@@ -276,6 +276,7 @@ def _check_rest(body: JsonBody, *, is_streamed: bool) -> None:
     check_texts(body, "service_tier")
     body.inner("image")  # options for the images of a prompt: there are none
     body.inner("access_programs")
+    body.inner("client_metadata")  # Codex's ids of its session
     _check_context_management(body)
     if (body.text("truncation") or "auto") not in ("auto", "disabled"):
         raise body.wrong("truncation", "auto or disabled")

@@ -204,3 +204,24 @@ def test_what_no_model_here_reads_is_refused_in_one_sentence(
 ) -> None:
     with pytest.raises(anthropic.BadRequestError, match=words):
         _ask(client, messages=[{"role": "user", "content": content}])
+
+
+_BILLING = "x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch={};"
+
+
+@pytest.mark.parametrize("form", ["a block", "a line of a block", "a line of the text"])
+def test_a_line_for_accounts_is_not_for_the_model(client: anthropic.Anthropic, engine: FakeEngine, form: str) -> None:
+    prompts = []
+    for checksum in ("eb6c6", "fa690"):
+        line = _BILLING.format(checksum)
+        system: dict[str, Any] = {
+            "a block": [{"type": "text", "text": line}, {"type": "text", "text": "You code."}],
+            "a line of a block": [{"type": "text", "text": f"{line}\nYou code."}],
+            "a line of the text": f"{line}\nYou code.",
+        }
+        _ask(client, system=system[form])
+        prompts.append(engine.last.prompt)
+
+    assert prompts[0] == prompts[1]
+    assert isinstance(prompts[0], ChatPrompt)
+    assert prompts[0].messages[0] == ChatMessage("system", "You code.")
