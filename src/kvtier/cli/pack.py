@@ -108,7 +108,7 @@ def import_pack(
     neither --deployment nor --url, the blocks go into that cache server without a name.
     """
     with _one_sentence(), _read(file) as source:
-        reader = PackReader(source, str(file), read_sign_key(sign_key))
+        reader = PackReader(source, _called(file), read_sign_key(sign_key))
         header = reader.header
         is_nameless = (
             reach.server is not None and not context.params.get("deployment") and not context.params.get("url")
@@ -137,7 +137,7 @@ def import_pack(
 def inspect_pack(file: Path, verify: bool, as_json: bool, sign_key: Path | None) -> None:
     """Show the contents of FILE."""
     with _one_sentence(), _read(file) as source:
-        reader = PackReader(source, str(file), read_sign_key(sign_key))
+        reader = PackReader(source, _called(file), read_sign_key(sign_key))
         header = reader.header
         if verify:
             with _bar(header.num_blocks, header.name) as advance:
@@ -179,6 +179,10 @@ def _served(running: Running, header: PackHeader) -> tuple[Running, Document]:
     return running, (named or found)[0]
 
 
+def _called(file: Path) -> str:
+    return "standard input" if str(file) == "-" else str(file)
+
+
 def _checked(name: str) -> str:
     if not is_name(name):
         raise ConfigError(f"the prefix cannot be called {printable(name)!r}: give it a --name of {NAME_IN_WORDS}")
@@ -203,7 +207,7 @@ def _text_of(reader: PackReader, file: Path) -> PrefixText:
     try:
         return msgspec.json.decode(reader.text, type=PrefixText)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{printable(str(file))} is damaged: its text cannot be read: {error}") from error
+        raise ConfigError(f"{printable(_called(file))} is damaged: its text cannot be read: {error}") from error
 
 
 def _with_server(reach: ConnectionOptions, address: str) -> ConnectionOptions:

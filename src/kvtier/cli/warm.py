@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from kvtier.api.prefixes.cache import DISK, MEMORY
 from kvtier.cli.running_deployment import (
     PREFIXES,
     Document,
@@ -23,6 +24,7 @@ from kvtier.observe.printable import printable
 from kvtier.sizes import format_size
 
 _MAX_TEXT_BYTES = 64 << 20
+_TIERS = {MEMORY: "in memory", DISK: "on disk"}
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 
@@ -123,4 +125,4 @@ def _read(path: Path) -> str:
 def _where(tiers: object) -> str:
     if not isinstance(tiers, dict) or not tiers:
         return ""
-    return ": " + ", ".join(f"{format_size(int(nbytes))} in {tier}" for tier, nbytes in tiers.items())
+    return ": " + ", ".join(f"{format_size(int(nbytes))} {_TIERS.get(tier, tier)}" for tier, nbytes in tiers.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +19,13 @@ from kvtier.api.prefixes.warming import Pace
 from kvtier.blocks.hashing import block_hashes, salted_root, split_hashes
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
+from kvtier.client.connecting import connect
 from kvtier.engine.process.messages import ChatPrompt
-from kvtier.transport.address import TcpAddress
+from kvtier.transport.address import TcpAddress, UnixAddress
+from kvtier.wire.messages import LISTED_PINNED
 from tests.support.fake_engine import Running, held, http_client, running, wait_until
 from tests.support.openai_asking import CHAT, chat_body, error_of
-from tests.support.storing_engine import BLOCK_TOKENS, StoringEngine, fields_of, storing_engine, tokens_of
+from tests.support.storing_engine import BLOCK_TOKENS, LAYOUT, StoringEngine, fields_of, storing_engine, tokens_of
 
 PREFIXES = "/kvtier/v1/prefixes"
 DOCUMENT = " ".join(f"word{number}" for number in range(200))
@@ -276,6 +280,28 @@ def test_a_request_with_the_text_itself_is_a_hit_like_one_that_names_it(below: S
         "handbook": False,
     }
     assert {one["name"]: one["hits"] for one in again if one["name"]} == {"another": 0, "handbook": 2}
+
+
+@pytest.mark.parametrize("act", ["pin", "unpin"])
+def test_a_pin_that_was_confirmed_survives_a_crash_of_the_cache_server(
+    below: StoringEngine, server: Running, tmp_path: Path, act: str
+) -> None:
+    """A copy of its folder is what a process that is killed leaves behind."""
+    with http_client(server) as client:
+        warm(client, pin=act == "unpin")
+        below.client.flush()
+        client.post(f"{PREFIXES}/handbook/{act}").raise_for_status()
+        shutil.copytree(tmp_path / "cache", tmp_path / "left")
+        listed = below.client.list_blocks()
+    socket = UnixAddress(str(tmp_path / "left.sock"))
+    config = CacheServerConfig(memory_bytes=8 << 20, unix=socket, folder=tmp_path / "left", file_bytes=64 << 20)
+    with (
+        contextlib.closing(CacheServer(config)),
+        connect(f"unix:{socket.path}", layout=LAYOUT, namespace=fields_of(), name="tiny") as again,
+    ):
+        flags = again.presence(below.namespace, [block_hash for block_hash, _ in listed])
+    assert len(flags) == 50
+    assert [bool(each & LISTED_PINNED) for each in flags] == [act == "pin"] * 50
 
 
 def test_names_outlive_the_server(below: StoringEngine) -> None:

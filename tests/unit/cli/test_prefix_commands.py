@@ -57,7 +57,7 @@ def test_a_prefix_from_its_documents_to_its_end(server: Running, tmp_path: Path)
     file = ("--deployment", "@deploy.yml")
     warmed = warm(tmp_path, "--system", str(tmp_path / "system.txt"), "--pin", "--ttl", "7d")
     assert warmed.exit_code == 0, warmed.output
-    assert "rules: 64 tokens of tiny in 16 blocks, for chats of the API key root: 64KiB in server" in warmed.output
+    assert "rules: 64 tokens of tiny in 16 blocks, for chats of the API key root: 64KiB in memory" in warmed.output
     listed = run(tmp_path, "prefix", "ls", *file).output
     assert "rules  tiny   root  64" in listed
     assert "yes" in listed
@@ -250,6 +250,8 @@ def test_a_pack_that_does_not_fit_or_is_damaged_is_refused(
     refused = run(tmp_path, "pack", "import", "@rules.kvpack", *file)
     assert refused.exit_code == 1
     assert refused.output.endswith("rules.kvpack is cut off\n")
+    piped = CliRunner().invoke(main, ["pack", "inspect", "-", "--verify"], input=data[:-100])
+    assert "Error: standard input is cut off" in piped.output
     (tmp_path / "rules.kvpack").write_bytes(b"#!/bin/sh\n" * 100)
     assert "is not a pack" in run(tmp_path, "pack", "inspect", "@rules.kvpack").output
     assert "No such file" in run(tmp_path, "pack", "inspect", "@nothing.kvpack").output

@@ -17,7 +17,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import CacheClient
 from kvtier.client.connecting import connect
 from kvtier.client.known_namespace import KnownNamespace
-from kvtier.errors import TierRefused
+from kvtier.errors import TierError, TierRefused
 from kvtier.wire.messages import LISTED_CACHED, LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 
 _TIMEOUT_S = 30.0
@@ -112,15 +112,18 @@ class PrefixCache:
         return Room("memory", _whole(stats, "free_bytes"), memory - _whole(stats, "pinned_bytes"), pinnable)
 
     def pin(self, namespace: Namespace, hashes: Sequence[BlockHash], *, keep: bool) -> int:
-        """Pin or unpin blocks. Raises `TierRefused` if not all may be pinned; then all are pinned or not as before."""
+        """Pin or unpin blocks, on disk, too, so that a crash of the server changes nothing.
+
+        Raises `TierRefused` if not all may be pinned; then all are pinned or not as before.
+        """
         if not keep:
             with contextlib.suppress(NothingCached), self._opened(namespace) as client:
-                return client.unpin(hashes)
+                return _flushed(client, client.unpin(hashes))
             return 0
         with self._opened(namespace) as client:
             before = client.presence(namespace, hashes)
             try:
-                return client.pin(hashes)
+                return _flushed(client, client.pin(hashes))
             except TierRefused:
                 fresh = [one for one, flags in zip(hashes, before, strict=True) if not flags & LISTED_PINNED]
                 if fresh:
@@ -163,6 +166,13 @@ class PrefixCache:
             key=given.key,
             timeout_s=_TIMEOUT_S,
         )
+
+
+def _flushed(client: CacheClient, count: int) -> int:
+    """`count`, once pins are on disk; a disk that is down does not keep the cache from pinning in memory."""
+    with contextlib.suppress(TierError):
+        client.flush()
+    return count
 
 
 def _tenants_room(stats: dict[str, object], pinnable: int | None) -> Room:

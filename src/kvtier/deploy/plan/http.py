@@ -49,6 +49,7 @@ def plan_http(
     keys = _keys(http, origin)
     listeners = _listeners(http, origin)
     page = _page(deployment, origin, caches)
+    warm = plan_warm_ups(deployment, origin, served, keys)
     for field in ("tls_cert", "tls_key"):
         require_file(origin, origin.http, field, getattr(http, field))
     folder, key_file = next(
@@ -68,7 +69,7 @@ def plan_http(
             drain_s=http.drain_s,
             prefix_folder=None if folder is None else folder / "prefixes",
             prefix_key_file=key_file,
-            warm=plan_warm_ups(deployment, origin, served, keys),
+            warm=warm,
             page=page,
             retention_s=http.retention_s,
             retention_priority=http.retention_priority,

@@ -60,3 +60,4 @@ def test_what_cannot_be_warmed_is_refused(refuse: Refuse, here: Path, text: str,
     (here / "s").touch()
     [found] = refuse(text)
     assert sentence in found
+    assert found.count(".yml:") <= 1  # the line is named once
