@@ -17,6 +17,7 @@ from kvtier.deploy.file.vllm_arguments import FIELDS, option_of
 from kvtier.deploy.file.yaml_file import Location
 from kvtier.deploy.plan.parts import CachePart, VllmPart
 from kvtier.deploy.plan.runtime_names import RuntimeNames
+from kvtier.deploy.plan.vllm_events import with_own_ports
 from kvtier.errors import ConfigError
 from kvtier.transport.address import parse_address
 
@@ -74,7 +75,8 @@ def plan_vllm(
     given = _arguments_of_fields(model, place, origin)
     parts = []
     devices = model.device_of_each_engine
-    for name, device in zip(runtime_names.take_several(names[0], len(devices)), devices, strict=True):
+    engine_names = runtime_names.take_several(names[0], len(devices))
+    for number, (name, device) in enumerate(zip(engine_names, devices, strict=True)):
         socket = runtime_names.socket(name).path
         arguments = ["--model", found, "--served-model-name", *names, "--uds", socket, "--disable-uvicorn-access-log"]
         prompts_socket = runtime_names.socket(f"{name}.prompts").path if has_events else ""
@@ -86,7 +88,7 @@ def plan_vllm(
                 served_as=names[0],
                 model=found,
                 python=python,
-                arguments=(*arguments, *given, *map(str, model.vllm)),
+                arguments=(*arguments, *given, *with_own_ports([str(one) for one in model.vllm], number)),
                 device=device,
                 socket=socket,
                 cache_server=_address(model, cache),
