@@ -92,6 +92,14 @@ def _codex_turn(number: int) -> list[Any]:
             "name": "apply_patch",
             "input": _PATCH.format(number, number + 1),
         },
+        {
+            "type": "function_call",
+            "name": "find",
+            "namespace": "mcp__files__",
+            "arguments": '{"command": ["a.py"]}',
+            "call_id": f"call_find_{number}",
+        },
+        {"type": "function_call_output", "call_id": f"call_find_{number}", "output": "a.py"},
         {"type": "function_call_output", "call_id": shell, "output": f"x = {number}\n"},
         {"type": "custom_tool_call_output", "call_id": patch, "output": "Success."},
     ]
@@ -109,6 +117,12 @@ def _codex_body(number: int, history: list[Any]) -> dict[str, Any]:
                 "name": "apply_patch",
                 "description": "Edits files.",
                 "format": {"type": "grammar", "syntax": "lark", "definition": _GRAMMAR},
+            },
+            {
+                "type": "namespace",
+                "name": "mcp__files__",
+                "description": "Files of the team.",
+                "tools": [{"type": "function", "name": "find", "strict": False, "parameters": _COMMAND}],
             },
             {"type": "web_search", "external_web_access": False},
         ],
@@ -234,6 +248,7 @@ def _cline_body(number: int, history: list[Any]) -> dict[str, Any]:
 
 
 def _aider_turn(number: int) -> list[Any]:
+    """Without the reminder that it may repeat behind the last message: no later prompt has it there again."""
     said = f"a.py\n```python\n<<<<<<< SEARCH\nx = {number}\n=======\nx = {number + 1}\n>>>>>>> REPLACE\n```"
     return [{"role": "assistant", "content": said}, {"role": "user", "content": f"And once more, {number}."}]
 
@@ -268,13 +283,18 @@ _AGENTS = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentProcess]:
     folder: Path = tmp_path_factory.mktemp("coding")
     save_tiny_model(folder / _MODEL, "llama", max_position_embeddings=32_768)
     (folder / _MODEL / "chat_template.jinja").write_text(THINKING)
     with DeploymentProcess(folder, _DEPLOYMENT) as running:
-        with httpx.Client(base_url=running.openai_url, timeout=_LIMIT_S) as client:
-            yield client
+        yield running
+
+
+@pytest.fixture
+def server(deployment: DeploymentProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=deployment.openai_url, timeout=_LIMIT_S) as client:
+        yield client
 
 
 def _usage(server: httpx.Client, agent: _Agent, body: dict[str, Any]) -> tuple[int, int]:

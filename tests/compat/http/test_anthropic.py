@@ -123,3 +123,17 @@ def test_mistakes_are_the_clients_exceptions(client: anthropic.Anthropic) -> Non
 
 def _whole_prompt(usage: anthropic.types.Usage) -> int:
     return usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+
+
+def test_tools_of_anthropics_own_are_called_by_their_names(client: anthropic.Anthropic, model: str) -> None:
+    tools: Any = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 1},
+    ]
+    answer = client.messages.create(
+        model=model, max_tokens=4096, messages=_QUESTION, tools=tools, tool_choice={"type": "tool", "name": "bash"}
+    )
+
+    (call,) = [block for block in answer.content if block.type == "tool_use"]
+    assert call.name == "bash"
+    assert set(call.input) <= {"command", "restart"}

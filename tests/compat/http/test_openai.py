@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -219,3 +220,59 @@ def test_a_response_is_parsed_into_a_model_of_pydantic(client: openai.OpenAI, mo
     answer = client.responses.parse(model=model, input=QUESTION, text_format=Forecast)
 
     assert isinstance(answer.output_parsed, Forecast)
+
+
+_NOTE: Any = {
+    "type": "custom",
+    "name": "note",
+    "description": "Writes a note.",
+    "format": {"type": "grammar", "syntax": "regex", "definition": r"[a-z]{1,12}\n[0-9]{2}"},
+}
+
+
+def test_a_custom_tool_is_called_with_text_and_its_output_is_taken(client: openai.OpenAI, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "tools": [_NOTE], "store": False}
+    user = {"role": "user", "content": QUESTION}
+    stream = client.responses.create(**asked, input=[user], tool_choice={"type": "custom", "name": "note"}, stream=True)
+    events = list(stream)
+    answer = events[-1].response
+    (call,) = [item for item in answer.output if item.type == "custom_tool_call"]
+    streamed = "".join(event.delta for event in events if event.type == "response.custom_tool_call_input.delta")
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Written."}
+    history = [user, *(item.model_dump(exclude_none=True) for item in answer.output), result]
+    last = client.responses.create(**asked, input=history, tool_choice="none", max_output_tokens=8)
+
+    assert re.fullmatch(r"[a-z]{1,12}\n[0-9]{2}", call.input)
+    assert streamed == call.input
+    assert last.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_a_chat_calls_a_custom_tool(client: openai.OpenAI, model: str) -> None:
+    form = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-z]{1,12}"}}
+    tool: Any = {"type": "custom", "custom": {"name": "note", "format": form}}
+    answer = client.chat.completions.create(model=model, messages=_QUESTION, tools=[tool], tool_choice="required")
+
+    calls = answer.choices[0].message.tool_calls
+    assert calls
+    for call in calls:
+        assert call.type == "custom"
+        assert re.fullmatch("[a-z]{1,12}", call.custom.input)
+
+
+def test_a_patch_is_an_item_of_its_own(client: openai.OpenAI, model: str) -> None:
+    answer = client.responses.create(
+        model=model, input=QUESTION, tools=[{"type": "apply_patch"}], tool_choice={"type": "apply_patch"}
+    )
+    (call,) = [item for item in answer.output if item.type == "apply_patch_call"]
+    result: Any = {"type": "apply_patch_call_output", "call_id": call.call_id, "status": "completed"}
+    last = client.responses.create(
+        model=model,
+        input=[result],
+        tools=[{"type": "apply_patch"}],
+        tool_choice="none",
+        previous_response_id=answer.id,
+        max_output_tokens=8,
+    )
+
+    assert call.operation.type in ("create_file", "update_file", "delete_file")
+    assert last.usage.input_tokens > answer.usage.input_tokens

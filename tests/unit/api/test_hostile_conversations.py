@@ -107,7 +107,17 @@ _VALUES = [
     *("message", "function", "function_call", "function_call_output", "reasoning", "item_reference", "input_text"),
     *("output_text", "user", "assistant", "system", "tool", "text", "tool_use", "tool_result", "thinking", "image"),
     *("custom_tool_call", "shell_call", "shell_call_output", "apply_patch_call", "local_shell_call", "shell", "custom"),
-    *("grammar", "regex", "lark", "update_file", "document", "search_result", "bash_20250124", "memory_20250818"),
+    *(
+        "namespace",
+        "grammar",
+        "regex",
+        "lark",
+        "update_file",
+        "document",
+        "search_result",
+        "bash_20250124",
+        "memory_20250818",
+    ),
     *("json_schema", "ephemeral", "auto", "any", "none", "required", "enabled", "low", "add", "{}", '{"a": 1}', ""),
 ]
 _leaves = st.one_of(

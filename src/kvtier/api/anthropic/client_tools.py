@@ -36,7 +36,12 @@ def read_client_tool(kind: str, body: JsonBody, path: str) -> Tool:
     if family == "text_editor":
         body.whole("max_characters")  # the client cuts what it shows
     description, properties, required = _described(family, version)
-    schema: dict[str, object] = {"type": "object", "properties": properties, "required": required}
+    schema: dict[str, object] = {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
     name = read_tool_name(body, path)
     function = {"name": name, "description": description, "parameters": schema}
     return Tool(name, schema, {"type": "function", "function": function}, is_strict=body.flag("strict") is True)

@@ -20,6 +20,7 @@ from kvtier.api.responses.client_tools import APPLY_PATCH, DELETE, LOCAL_SHELL, 
 from kvtier.engine.process.messages import ToolCall
 
 _INCOMPLETE = "incomplete"
+_SEPARATOR = "__"
 _MAX_NUMBER = (1 << 31) - 1
 
 
@@ -201,9 +202,16 @@ def read_id(body: JsonBody, name: str) -> str:
     return body.short_text(name, MAX_ID_CHARACTERS) or ""
 
 
+def joined_name(namespace: str, name: str) -> str:
+    """A tool's name in the prompt: models know it in this form from servers of MCP."""
+    return f"{namespace}{name}" if namespace.endswith(_SEPARATOR) else f"{namespace}{_SEPARATOR}{name}"
+
+
 def _name(body: JsonBody) -> str:
     body.needed_text("name")
-    return body.short_text("name", MAX_TOOL_NAME_CHARACTERS) or ""
+    name = body.short_text("name", MAX_TOOL_NAME_CHARACTERS) or ""
+    namespace = body.short_text("namespace", MAX_TOOL_NAME_CHARACTERS)
+    return joined_name(namespace, name) if namespace else name
 
 
 def _needed_inner(body: JsonBody, name: str) -> JsonBody:

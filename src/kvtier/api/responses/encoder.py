@@ -14,7 +14,7 @@ from kvtier.api.generation import GenerationRequest, Usage, WholeAnswer
 from kvtier.api.http_error import HttpError, http_error_of
 from kvtier.api.logprobs import EncodedLogprobs, SampledToken, encode_items, joined
 from kvtier.api.responses.call_items import CALL_ITEMS
-from kvtier.api.responses.items import item_id, output_item, reasoning_part, text_part
+from kvtier.api.responses.items import item_id, output_item, own_names, reasoning_part, text_part
 from kvtier.api.responses.record import ResponseRecord
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.errors import KvtierError
@@ -151,7 +151,10 @@ class ResponseEncoder:
             item = CALL_ITEMS[block.tool_kind]
             rest = self._input.finish() if block.tool_kind == CUSTOM else ""
             grown = [self._event(item.delta, **place, delta=rest)] if rest else []
-            done = [self._event(item.done, **place, **item.done_fields(block.call, text))] if item.done else []
+            fields = item.done_fields(block.call, text)
+            if "name" in fields:
+                fields["name"] = own_names(block.call.name, self._record).get("name", block.call.name)
+            done = [self._event(item.done, **place, **fields)] if item.done else []
             return [*grown, *done]
         place["content_index"] = 0
         if block.kind == "reasoning":
@@ -227,8 +230,7 @@ class ResponseEncoder:
         ]
 
     def _item(self, block: AnswerBlock, status: str, logprobs: object = ()) -> dict[str, object]:
-        seals = self._record.seals_reasoning
-        return output_item(self._response_id, block, status, logprobs=logprobs, seals_reasoning=seals)
+        return output_item(self._response_id, block, status, self._record, logprobs)
 
     def _document(
         self, status: str, output: list[dict[str, object]], usage: _UsageDocument | None, error: HttpError | None = None

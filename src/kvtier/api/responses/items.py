@@ -16,6 +16,7 @@ from kvtier.api.limits import MAX_PARTS
 from kvtier.api.neutral_fields import image_refused, invalid
 from kvtier.api.responses.call_items import CALL_ITEMS, CallItem, read_id
 from kvtier.api.responses.client_tools import shell_output
+from kvtier.api.responses.record import ResponseRecord
 from kvtier.engine.process.messages import ChatMessage, ToolCall
 
 REFERENCE = "reference"
@@ -149,7 +150,7 @@ def response_of_item(item: str) -> str:
 
 
 def output_item(
-    response_id: str, block: AnswerBlock, status: str, *, logprobs: object = (), seals_reasoning: bool = False
+    response_id: str, block: AnswerBlock, status: str, record: ResponseRecord, logprobs: object = ()
 ) -> dict[str, object]:
     """`status` is "in_progress", "completed" or "incomplete"; an item in progress has no content yet."""
     own_id = item_id(response_id, block)
@@ -158,14 +159,20 @@ def output_item(
     if block.kind == "call":
         assert block.call is not None
         item = CALL_ITEMS[block.tool_kind]
-        fields = item.shown(block.call, text)
+        fields = {**item.shown(block.call, text), **own_names(block.call.name, record)}
         return {"id": own_id, "type": item.item_type, "status": item.status(status), **fields}
     if block.kind == "reasoning":
         content = [reasoning_part(text)] if is_begun else []
-        carried = {"encrypted_content": sealed(text) if is_begun else ""} if seals_reasoning else {}
+        carried = {"encrypted_content": sealed(text) if is_begun else ""} if record.seals_reasoning else {}
         return {"id": own_id, "type": "reasoning", "status": status, "summary": [], "content": content, **carried}
     content = [text_part(text, logprobs)] if is_begun else []
     return {"id": own_id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def own_names(name: str, record: ResponseRecord) -> dict[str, object]:
+    """The fields of a call of a tool in a namespace."""
+    namespace, own = record.namespaces.get(name, ("", ""))
+    return {"name": own, "namespace": namespace} if namespace else {}
 
 
 def text_part(text: str, logprobs: object = ()) -> dict[str, object]:

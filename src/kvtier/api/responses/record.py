@@ -10,6 +10,7 @@ class ResponseRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     The prompt's first `num_instructions` messages go before the history. With `refers`, some of the others are
     placeholders for items of earlier responses. `unnamed` has the indices of tool results with calls in the history.
+    `namespaces` has, by a tool's name in the prompt, its namespace and its own name.
     """
 
     shown: dict[str, msgspec.Raw]
@@ -20,6 +21,7 @@ class ResponseRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     refers: bool = False
     unnamed: list[int] = []
     seals_reasoning: bool = False
+    namespaces: dict[str, tuple[str, str]] = {}
 
 
 _decoder = msgspec.json.Decoder(ResponseRecord)

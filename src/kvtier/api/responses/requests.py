@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtier.api.chat.conversation import Conversation, Tool, ask
+from kvtier.api.chat.conversation import Conversation, ask
 from kvtier.api.chat.effort import EFFORTS, THINKS
 from kvtier.api.chat.tool_reading import check_tools
 from kvtier.api.chat.turns import joined_turns, named_results
@@ -34,7 +34,7 @@ from kvtier.api.request_rules import (
 )
 from kvtier.api.responses.items import REFERENCE, read_item
 from kvtier.api.responses.record import ResponseRecord, encode_record
-from kvtier.api.responses.tools import read_tool_choice, read_tools, shown_tool
+from kvtier.api.responses.tools import OfferedTools, read_tool_choice, read_tools
 from kvtier.api.retention_fields import read_retention
 from kvtier.engine.grammar import JSON_OBJECT, Grammar
 from kvtier.engine.process.messages import ChatMessage
@@ -102,12 +102,12 @@ class _Given:
         items: Sequence[object],
         fragments: Sequence[ChatMessage],
         instructions: str | None,
-        tools: Sequence[Tool],
+        offered: OfferedTools,
         include: Sequence[object],
     ) -> None:
         self.items = items
         self.instructions = instructions
-        self.tools = tools
+        self.offered = offered
         self.include = include
         self.refers = any(one.role == REFERENCE for one in fragments)
         self.leading = [] if instructions is None else [ChatMessage("system", instructions)]
@@ -116,10 +116,10 @@ class _Given:
 
 def _conversation(body: JsonBody, given: _Given) -> Conversation:
     choice, effort = read_tool_choice(body), _effort(body)
-    check_tools(given.tools, choice)
+    check_tools(given.offered.tools, choice)
     return Conversation(
         messages=[*given.leading, *given.messages],
-        tools=given.tools,
+        tools=given.offered.tools,
         tool_choice=choice,
         allows_several_calls=body.flag("parallel_tool_calls") is not False,
         output=_output(body),
@@ -141,6 +141,7 @@ def _record(body: JsonBody, given: _Given, params: SamplingParams) -> ResponseRe
         refers=given.refers,
         unnamed=[number for number, one in results if previous and one.name is None],
         seals_reasoning=_SEALED_REASONING in given.include,
+        namespaces=given.offered.namespaces,
     )
 
 
@@ -159,7 +160,7 @@ def _shown_fields(body: JsonBody, given: _Given, params: SamplingParams) -> dict
         "temperature": params.temperature,
         "text": {"format": (text.get("format") if isinstance(text, dict) else None) or {"type": "text"}},
         "tool_choice": body.value("tool_choice") or "auto",
-        "tools": [shown_tool(tool) for tool in given.tools],
+        "tools": given.offered.shown,
         "top_logprobs": params.logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",

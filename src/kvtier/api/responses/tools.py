@@ -7,14 +7,16 @@ out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from kvtier.api.chat.conversation import ToolChoice
 from kvtier.api.chat.custom_tool import read_custom_tool
 from kvtier.api.chat.tool import CUSTOM, FUNCTION, Tool
-from kvtier.api.chat.tool_reading import read_allowed_tools, read_flat_tool
+from kvtier.api.chat.tool_reading import read_allowed_tools, read_flat_tool, read_tool_name
 from kvtier.api.json_body import JsonBody, shown
-from kvtier.api.limits import MAX_TOOLS
+from kvtier.api.limits import MAX_TOOL_NAME_CHARACTERS, MAX_TOOLS
 from kvtier.api.neutral_fields import Neutral, invalid, refuse_others
+from kvtier.api.responses.call_items import joined_name
 from kvtier.api.responses.client_tools import CLIENT_TOOLS, read_client_tool
 
 _RUN_BY_SERVERS = (
@@ -24,17 +26,47 @@ _RUN_BY_SERVERS = (
 """The model does not hear of them: some agents always offer them."""
 
 _SEARCH = "tool_search"
+_NAMESPACE = "namespace"
 _OF_IMAGES = ("computer", "computer_use_preview")
 _NEUTRAL: Neutral = {"namespace": (), "output_schema": (), "async": (False,)}
 
 
-def read_tools(body: JsonBody) -> list[Tool]:
-    """Those that the client runs. Raises `HttpError`."""
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.items("tools", MAX_TOOLS) or [])]
-    return [tool for tool in tools if tool is not None]
+@dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """The tools that the client runs, and what the response shows of them.
+
+    `namespaces` has, by a tool's name in the prompt, its namespace and its own name.
+    """
+
+    tools: list[Tool] = field(default_factory=list)
+    shown: list[Mapping[str, object]] = field(default_factory=list)
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
-def shown_tool(tool: Tool) -> Mapping[str, object]:
+def read_tools(body: JsonBody) -> OfferedTools:
+    """Raises `HttpError`."""
+    found = OfferedTools()
+    for index, given in enumerate(body.items("tools", MAX_TOOLS) or []):
+        path = f"tools[{index}]"
+        document = _object(given, path)
+        if document.get("type") == _NAMESPACE:
+            _read_namespace(JsonBody(document, f"{path}."), path, found)
+            found.shown.append(document)
+        elif (tool := _tool(document, path)) is not None:
+            found.tools.append(tool)
+            found.shown.append(_shown(tool))
+    if len(found.tools) > MAX_TOOLS:
+        raise invalid("tools", f"tools must not be more than {MAX_TOOLS}, but is {len(found.tools)}")
+    return found
+
+
+def _object(given: object, path: str) -> dict[str, object]:
+    if not isinstance(given, dict):
+        raise invalid(path, f"{path} must be an object, not {shown(given)}")
+    return given
+
+
+def _shown(tool: Tool) -> Mapping[str, object]:
     """The tool as the response repeats it."""
     if tool.given is not None:
         return tool.given
@@ -43,19 +75,48 @@ def shown_tool(tool: Tool) -> Mapping[str, object]:
     return {"type": FUNCTION, "description": None, "parameters": None, **function, "strict": tool.is_strict}
 
 
-def _tool(tool: object, path: str) -> Tool | None:
-    if not isinstance(tool, dict):
-        raise invalid(path, f"{path} must be an object, not {shown(tool)}")
-    body = JsonBody(tool, f"{path}.")
+def _read_namespace(body: JsonBody, path: str, found: OfferedTools) -> None:
+    """Add the tools of a namespace, as agents offer those of a server of MCP: each with both names in one.
+
+    The first one also has the description of the namespace.
+    """
+    body.value("type")
+    namespace = read_tool_name(body, path)
+    about = body.text("description") or ""
+    for index, given in enumerate(body.items("tools", MAX_TOOLS) or []):
+        place = f"{path}.tools[{index}]"
+        document = _object(given, place)
+        tool = _tool(document, place) if document.get("type") in (FUNCTION, CUSTOM) else None
+        if tool is None:
+            raise JsonBody(document, f"{place}.").wrong("type", f"{FUNCTION} or {CUSTOM}")
+        name = joined_name(namespace, tool.name)
+        if len(name) > MAX_TOOL_NAME_CHARACTERS:
+            raise body.too_long("name", MAX_TOOL_NAME_CHARACTERS - len(name) + len(namespace), len(namespace))
+        found.tools.append(replace(tool, name=name, document=_renamed(tool, name, about)))
+        found.namespaces[name] = (namespace, tool.name)
+        about = ""
+    body.refuse_rest()
+
+
+def _renamed(tool: Tool, name: str, about: str) -> dict[str, object]:
+    function = tool.document["function"]
+    assert isinstance(function, dict)
+    description = "\n\n".join(one for one in (about, function.get("description")) if one)
+    described = {"name": name, "description": description} if description else {"name": name}
+    return {"type": FUNCTION, "function": {**described, **{k: v for k, v in function.items() if k not in described}}}
+
+
+def _tool(given: Mapping[str, object], path: str) -> Tool | None:
+    body = JsonBody(given, f"{path}.")
     kind = body.needed_text("type")
     if kind in _RUN_BY_SERVERS or (kind == _SEARCH and body.text("execution") != "client"):
         return None
     if kind in CLIENT_TOOLS:
-        return read_client_tool(kind, body, tool)
+        return read_client_tool(kind, body, given)
     if kind in _OF_IMAGES:
         raise body.refuse("type", f"is {shown(kind)}: its results are images, and models here read text only")
     if kind == CUSTOM:
-        found = read_custom_tool(body, path, tool, lambda form: form)
+        found = read_custom_tool(body, path, given, lambda form: form)
     elif kind == FUNCTION:
         found = read_flat_tool(body, path, "parameters")
     else:

@@ -311,3 +311,72 @@ def test_tools_of_one_name_are_refused(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "shell"}, {"type": "custom", "name": "shell"}]
     with pytest.raises(openai.BadRequestError, match="different names"):
         client.responses.create(model=MODEL, input="Act.", tools=tools)
+
+
+# --- namespaces -------------------------------------------------------------------------------------------------------
+
+_SERVER: Any = {
+    "type": "namespace",
+    "name": "mcp__files__",
+    "description": "Files of the team.",
+    "tools": [
+        {
+            "type": "function",
+            "name": "find",
+            "description": "Finds.",
+            "parameters": {"type": "object"},
+            "strict": False,
+        },
+        {"type": "custom", "name": "write"},
+    ],
+}
+
+
+def test_tools_of_a_namespace_are_offered_with_both_names(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.script = saying(_call("mcp__files__find", {"a": 1}))
+    with client.responses.create(model=MODEL, input="Find.", tools=[_SERVER, _CUSTOM], stream=True) as stream:
+        events: list[Any] = list(stream)
+    response = events[-1].response
+
+    functions: list[Any] = [tool["function"] for tool in _prompt(engine).tools]
+    assert [one["name"] for one in functions] == ["mcp__files__find", "mcp__files__write", "apply_patch"]
+    assert functions[0]["description"] == "Files of the team.\n\nFinds."
+    assert [tool.to_dict() for tool in response.tools] == [_SERVER, _CUSTOM]
+    item = response.output[-1]
+    assert (item.type, item.namespace, item.name) == ("function_call", "mcp__files__", "find")
+    assert [event.name for event in events if event.type == "response.function_call_arguments.done"] == ["find"]
+
+    result = {"type": "function_call_output", "call_id": item.call_id, "output": "None."}
+    history: Any = [{"role": "user", "content": "Find."}, *response.output, result]
+    client.responses.create(model=MODEL, input=history, tools=[_SERVER, _CUSTOM])
+    by_items = _prompt(engine).messages
+    client.responses.create(model=MODEL, input=[result], tools=[_SERVER], previous_response_id=response.id)  # type: ignore[list-item]
+    for messages in (by_items, _prompt(engine).messages):
+        assert messages[1].tool_calls == [ToolCall("mcp__files__find", {"a": 1}, item.call_id)]
+        assert messages[2].name == "mcp__files__find"
+
+
+def test_custom_tools_of_a_namespace_take_text(client: openai.OpenAI, engine: FakeEngine) -> None:
+    server = {**_SERVER, "name": "mcp__files"}
+    engine.script = saying(_call("mcp__files__write", {"input": "a"}))
+    item: Any = client.responses.create(model=MODEL, input="Write.", tools=[server]).output[-1]
+    assert (item.type, item.namespace, item.name, item.input) == ("custom_tool_call", "mcp__files", "write", "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"name": ""}, "tools[0].name"),
+        ({"name": "a" * 256}, "tools[0].name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].tools[0].type"),
+        ({"tools": [1]}, "tools[0].tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].tools[0].name"),
+        ({"more": 1}, "tools[0].more"),
+    ],
+)
+def test_a_namespace_that_cannot_be_read_names_its_field(
+    client: openai.OpenAI, changes: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=MODEL, input="Find.", tools=[{**_SERVER, **changes}])
+    assert caught.value.param == field
