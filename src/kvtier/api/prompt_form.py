@@ -1,8 +1,11 @@
-"""What an answer contains about its prompt."""
+"""What an answer contains about its prompt, and what of a body is no part of it."""
 
 from __future__ import annotations
 
 import msgspec
+
+BILLING = "x-anthropic-billing-header:"
+"""The beginning of a line, not for the model, that Claude Code puts before its system prompt."""
 
 
 class PromptForm(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import JsonBody, shown
 from kvtier.api.limits import MAX_ID_CHARACTERS, MAX_MESSAGES, MAX_PARTS, MAX_TOOL_NAME_CHARACTERS
 from kvtier.api.neutral_fields import image_refused, invalid
+from kvtier.api.prompt_form import BILLING
 from kvtier.api.retention_fields import needed_parts, read_cache_control
 from kvtier.engine.process.messages import ChatMessage, ToolCall
 from kvtier.tiers.retention import MAX_ASKS
@@ -25,8 +26,6 @@ from kvtier.tiers.retention import MAX_ASKS
 _USED_BY_SERVERS = ("server_tool_use", "mcp_tool_use")
 _RESULT_OF_SERVERS = "_tool_result"
 """Tools that other servers ran in an earlier answer are left out of the history, as their tools are left out."""
-
-_BILLING = "x-anthropic-billing-header:"
 
 _ERROR = "error"
 """The text of a tool result with `is_error` and no text of its own."""
@@ -89,7 +88,7 @@ def _without_billing(text: str) -> str:
 
     It has a checksum that changes with every request: no prompt would begin like the one before it.
     """
-    return text.partition("\n")[2] if text.startswith(_BILLING) else text
+    return text.partition("\n")[2] if text.startswith(BILLING) else text
 
 
 def read_messages(body: JsonBody, marks: Marks) -> list[ChatMessage]:

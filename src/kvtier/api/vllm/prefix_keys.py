@@ -8,11 +8,13 @@ prompt.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from kvtier.api.limits import MAX_MESSAGES, MAX_PREFIX_KEYS
+from kvtier.api.prompt_form import BILLING
 
 PrefixKey = int
 
@@ -25,12 +27,17 @@ _KEY_BYTES = 8
 _BEFORE = ("system", "instructions", "tools", "documents", "chat_template", "chat_template_kwargs", "lora_name")
 """Fields of a body that a chat template puts in front of the messages."""
 
+_BILLING = re.compile(rb'(?<=")' + BILLING.encode() + rb'[^"\\]*(?:\\n)?')
+"""A line of Claude Code's that vLLM, too, leaves out of the prompt: it changes with every request."""
+
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def prefix_keys(fields: Mapping[str, msgspec.Raw], salt: str) -> list[PrefixKey]:
     """Keys of a body's prompt, shortest beginning first. Prompts with different salts have no keys in common."""
-    head = b"\0".join([salt.encode(errors="replace"), *(bytes(fields.get(name, b"")) for name in ("model", *_BEFORE))])
+    before = {name: bytes(fields.get(name, b"")) for name in ("model", *_BEFORE)}
+    before["system"] = _BILLING.sub(b"", before["system"], count=1)
+    head = b"\0".join([salt.encode(errors="replace"), *before.values()])
     for name in ("messages", "input", "prompt"):
         if name in fields:
             return _keys(head, _parts(name, bytes(fields[name])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import msgspec
+import pytest
 
 from kvtier.api.limits import MAX_PREFIX_KEYS
 from kvtier.api.vllm.bodies import read_fields
@@ -48,6 +49,18 @@ def test_what_stands_before_the_messages_and_the_salt_tell_prompts_apart() -> No
 
     assert _in_common(plain, _keys(chat("hello", tools=[{"type": "function"}]))) == 0
     assert _in_common(plain, _keys(chat("hello"), "salt")) == 0
+
+
+@pytest.mark.parametrize("in_block", [True, False])
+def test_a_line_that_is_not_in_the_prompt_makes_no_difference(in_block: bool) -> None:
+    found = []
+    for checksum in ("eb6c6", "fa690"):
+        text = f"x-anthropic-billing-header: cc_version=2; cch={checksum};\nYou code."
+        system = [{"type": "text", "text": text}] if in_block else text
+        found.append(_keys(chat("hello", system=system)))
+
+    assert found[0] == found[1]
+    assert _in_common(found[0], _keys(chat("hello", system="You draw."))) == 0
 
 
 def test_a_prompt_has_few_keys_however_long_it_is() -> None:
