@@ -126,11 +126,40 @@ def test_a_request_that_the_stream_tells_first_hides_none_that_came_before(brows
             expect(rows.first.get_by_role("button")).to_have_attribute("aria-label", f"Explain {later}")
 
 
+_COLOURS = """(canvas) => {
+  const { width, height } = canvas;
+  const hues = (x) => {
+    const { data } = canvas.getContext("2d").getImageData(Math.round(x * width), 0, 1, Math.round(0.7 * height));
+    let found = 0;
+    for (let at = 0; at < data.length; at += 4) {
+      if (data[at + 3] && Math.max(...data.slice(at, at + 3)) - Math.min(...data.slice(at, at + 3)) > 60) found += 1;
+    }
+    return found;
+  };
+  return [0.2, 0.5, 0.9].map(hues);
+}"""
+"""How many coloured pixels the chart's canvas has near its left edge, in its middle, and near its right edge."""
+
+
+def test_a_chart_of_hits_has_a_gap_where_no_request_ended(browser: Browser, config: ApiConfig) -> None:
+    with running("openai", config) as server, opened(browser, "about:blank") as page:
+        times = [*range(0, 300, 10), *range(900, 1200, 10)]
+        steps = [{"at": 1e9 + at, "requests": 1, "prompt": 10, "cached": {"disk": 8}} for at in times]
+        page.route("**/history?*", lambda route: route.fulfill(json={"step_s": 10, "steps": steps}))
+        page.goto(server.url)
+        canvas = page.locator("section[aria-labelledby=hits-title] canvas")
+        expect(canvas).to_have_count(1)
+        left, middle, right = canvas.evaluate(_COLOURS)
+        assert left > 10
+        assert right > 10
+        assert middle == 0
+
+
 def test_a_chart_without_data_any_more_shows_no_old_lines(browser: Browser, config: ApiConfig) -> None:
     with running("openai", config) as server, opened(browser, "about:blank") as page:
         steps = [{"at": 1e9 + 10 * number, "requests": 1, "prompt": 10, "cached": {"disk": 5}} for number in range(9)]
-        page.route("**/history?span=hour", lambda route: route.fulfill(json={"steps": steps}))
-        page.route("**/history?span=day", lambda route: route.fulfill(json={"steps": []}))
+        page.route("**/history?span=hour", lambda route: route.fulfill(json={"step_s": 10, "steps": steps}))
+        page.route("**/history?span=day", lambda route: route.fulfill(json={"step_s": 300, "steps": []}))
         page.goto(server.url)
         hits = page.locator("section[aria-labelledby=hits-title]")
         expect(hits.locator("canvas")).to_have_count(1)

@@ -138,10 +138,10 @@ def test_an_explanation_says_that_there_is_a_salt_and_not_which(model: Path) -> 
 
     assert noted == explained
     assert (explained.reason, explained.ended_at_tokens) == (MatchEnd.NEVER_STORED, 0)
-    assert explained.detail == "the request has a cache_salt of its own"
+    assert explained.detail == "a cache_salt, or the API key, keeps its blocks apart"
     assert explained.first_tokens == ()
     assert SECRET not in explained.to_json()
-    assert "was never stored (the request has a cache_salt of its own)" in explained.sentence()
+    assert "was never stored (a cache_salt, or the API key, keeps its blocks apart)" in explained.sentence()
 
 
 def test_a_salted_request_that_hits_says_so(model: Path) -> None:

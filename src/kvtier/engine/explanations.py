@@ -57,7 +57,7 @@ class Explanations:
         if request.salt:  # whether it is cached without the salt, or with another, says nothing about this request
             num_first = 0
             if ending.reason is MatchEnd.NEVER_STORED:
-                detail = "the request has a cache_salt of its own"
+                detail = "a cache_salt, or the API key, keeps its blocks apart"
         explanation = Explanation(
             request_id=request.id,
             model=self._model,

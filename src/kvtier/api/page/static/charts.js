@@ -105,5 +105,5 @@ export class Chart {
 function stacked(columns) {
   const [x, ...series] = columns;
   const sums = x.map(() => 0);
-  return [x, ...series.map((values) => values.map((value, place) => (sums[place] += value || 0)))];
+  return [x, ...series.map((values) => values.map((value, place) => (value === null ? null : (sums[place] += value))))];
 }

@@ -48,18 +48,19 @@ export class Overview {
 
   async loadHistory() {
     try {
-      const { steps } = await get(`history?span=${this.span}`);
-      this.showHistory(steps);
+      const { steps, step_s: length } = await get(`history?span=${this.span}`);
+      this.showHistory(steps, length);
     } catch {
       // the next attempt may succeed
     }
   }
 
-  showHistory(steps) {
+  showHistory(steps, length) {
     const tiers = inOrder(new Set(steps.flatMap((step) => Object.keys(step.cached))));
-    const columns = [steps.map((step) => step.at)];
+    const points = withGaps(steps, length);
+    const columns = [points.map(({ at }) => at)];
     for (const tier of tiers) {
-      columns.push(steps.map((step) => (step.prompt ? (100 * (step.cached[tier] || 0)) / step.prompt : 0)));
+      columns.push(points.map(({ step }) => (step && step.prompt ? (100 * (step.cached[tier] || 0)) / step.prompt : null)));
     }
     const prompt = steps.reduce((total, step) => total + step.prompt, 0);
     const cached = steps.reduce((total, step) => total + sum(step.cached), 0);
@@ -87,12 +88,13 @@ export class Overview {
     show(this.alarms, sentences.map((sentence) => make("p", { class: "alarm" }, sentence)));
   }
 
-  showCards({ tokens, saved, num_requests: underWay, kind }) {
+  showCards({ tokens, saved, num_requests: underWay, kind, caches }) {
     const card = (title, value, note) => make("div", { class: "card" }, make("h3", {}, title), make("p", { class: "value" }, value), make("p", { class: "quiet" }, note));
     const recent = tokens["5m"];
     show(this.cards,
       card("Cached, last 5 minutes", share(sum(recent.cached), recent.prompt), `of ${count(recent.prompt)} prompt tokens`),
       card("Cached, last hour", share(sum(tokens["1h"].cached), tokens["1h"].prompt), `of ${count(tokens["1h"].prompt)} prompt tokens`),
+      ...(kind === "cache-server" ? caches.map((one) => card("Blocks found", share(one.hit_blocks, one.hit_blocks + one.missed_blocks), `of ${count(one.hit_blocks + one.missed_blocks)} that clients asked for since the start`)) : []),
       kind === "deployment" && card("GPU time saved", seconds(saved.gpu_s), saved.unvalued_tokens
         ? `without ${count(saved.unvalued_tokens)} cached tokens of engines whose speed is not measured yet`
         : "by the measured speed, since the engines started"),
@@ -170,6 +172,15 @@ export class Overview {
     this.moves.close();
     this.curve.close();
   }
+}
+
+// Each step from its beginning to its end, and a gap behind it unless another one follows: no line bridges idle times.
+function withGaps(steps, length) {
+  return steps.flatMap((step, place) => {
+    const end = step.at + 0.99 * length;
+    const isLast = place + 1 === steps.length || steps[place + 1].at > step.at + 1.5 * length;
+    return [{ at: step.at, step }, { at: end, step }, ...(isLast ? [{ at: step.at + length, step: null }] : [])];
+  });
 }
 
 // The share at a size between two points.
