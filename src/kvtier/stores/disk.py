@@ -352,6 +352,7 @@ class DiskStore:
                 "file_bytes": self._pool.num_units * UNIT_BYTES + self._records.nbytes,
                 "file_space_bytes": self.file_space,
                 "used_bytes": (self._pool.num_units - self._pool.free_units) * UNIT_BYTES,
+                "pinned_bytes": self._pool.pinned_units * UNIT_BYTES,
                 "blocks": sum(len(space.index) for space in self._spaces.values()),
                 "evicted_blocks": self._pool.num_evicted,
             }

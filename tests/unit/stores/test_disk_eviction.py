@@ -166,6 +166,7 @@ def test_pins_survive_a_restart_and_any_flood(tmp_path: Path) -> None:
     with opened(tmp_path, MIB) as store:
         space = space_of(store)
         assert sum(is_pinned for _, is_pinned in store.blocks(space)) == 10
+        assert store.levels()["pinned_bytes"] == store.levels()["used_bytes"] * 10 // store.levels()["blocks"]
         write(store, space, range(1000, 1500))
         assert read_rightly(store, space, range(20)) == set(range(10))
         assert store.unpin(space, [hash_of(number) for number in range(10)]) == 10

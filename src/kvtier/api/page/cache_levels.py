@@ -31,6 +31,7 @@ def tiers_of(name: str, stats: Mapping[str, object]) -> list[TierLevel]:
                 owner=name,
                 room_bytes=_count(stats, "disk_file_space_bytes"),
                 used_bytes=_count(stats, "disk_used_bytes"),
+                pinned_bytes=_count(stats, "disk_pinned_bytes"),
                 blocks=_count(stats, "disk_blocks"),
                 is_up=bool(stats["disk_up"]),
             )

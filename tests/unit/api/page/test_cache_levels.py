@@ -16,13 +16,14 @@ def test_memory_disk_and_cluster_are_tiers() -> None:
         "disk_up": 1.0,
         "disk_file_space_bytes": 1000,
         "disk_used_bytes": 400,
+        "disk_pinned_bytes": 300,
         "disk_blocks": 7,
         "cluster_nodes_up": 0,
     }
     memory, disk, cluster = tiers_of("cache", stats)
 
     assert (memory.room_bytes, memory.used_bytes, memory.pinned_bytes, memory.leased_bytes) == (100, 60, 10, 5)
-    assert (disk.room_bytes, disk.used_bytes, disk.blocks, disk.is_up) == (1000, 400, 7, True)
+    assert (disk.room_bytes, disk.used_bytes, disk.pinned_bytes, disk.blocks, disk.is_up) == (1000, 400, 300, 7, True)
     assert not cluster.is_up
 
 
