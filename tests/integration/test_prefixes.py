@@ -90,7 +90,7 @@ def test_what_was_warmed_is_served_from_disk_after_everything_was_started_again(
 ) -> None:
     said = warm(deployment, "--pin", "--ttl", "7d")
     assert "rules:" in said
-    assert "in disk" in said
+    assert "on disk" in said
     deployment.stop()
     deployment.start()
     deployment.wait_until_ready()
