@@ -22,7 +22,7 @@ from kvtier.client.known_namespace import KnownNamespace
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.observe.printable import printable
 from kvtier.packs.form import PackHeader, PackReader, PackWriter, read_sign_key, section_blocks_of
-from kvtier.packs.moving import check_namespace, export_blocks, import_blocks
+from kvtier.packs.moving import check_namespace, check_room, export_blocks, import_blocks
 from kvtier.sizes import format_size
 
 _TIMEOUT_S = 60.0
@@ -87,6 +87,7 @@ def export_pack(
 @_PACK
 @click.option("--name", default=None, help="Its name here.  [default: as in the pack]")
 @click.option("--pin", is_flag=True, help="Keep it from eviction.")
+@click.option("--force", is_flag=True, help="Import it even if other blocks are evicted for it.")
 @_KEY
 @connection_options
 @deployment_options
@@ -98,6 +99,7 @@ def import_pack(
     file: Path,
     name: str | None,
     pin: bool,
+    force: bool,
     sign_key: Path | None,
 ) -> None:
     """Put the blocks in FILE (- is standard input) into the cache of a running deployment, under their name.
@@ -123,8 +125,11 @@ def import_pack(
         if running is not None and served is not None:
             called = _checked(header.name if name is None else name)
             add = partial(running.post, path_of(called, "add"), _addition(reader, file, served["model"], pin=pin))
-        with _opened(reach, known) as client, _bar(header.num_blocks, header.name) as advance:
-            count = import_blocks(client, reader, advance, add)
+        with _opened(reach, known) as client:
+            if not force:
+                check_room(client, reader)
+            with _bar(header.num_blocks, header.name) as advance:
+                count = import_blocks(client, reader, advance, add)
         absent = f"{count} of {header.num_blocks} blocks were absent"
         click.echo(f"{called or 'without a name'}: {absent}")
 

@@ -9,12 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import slot_bytes_of
 from kvtier.blocks.namespace import namespace_differences
 from kvtier.client.client import CacheClient
 from kvtier.client.known_namespace import KnownNamespace
+from kvtier.client.room import room_of
 from kvtier.errors import ConfigError, TierFull
 from kvtier.observe.printable import printable
 from kvtier.packs.form import PackHeader, PackReader, PackWriter, Section
+from kvtier.sizes import format_size
 
 _NUM_BUFFERS = 2
 _MAX_SHOWN_FIELDS = 5
@@ -96,6 +99,19 @@ def import_blocks(
         client.drop(stored)
         raise
     return len(stored)
+
+
+def check_room(client: CacheClient, reader: PackReader) -> None:
+    """Raises `ConfigError` if the blocks that the cache lacks would evict others."""
+    slot_bytes = slot_bytes_of(reader.header.block_bytes)
+    needed = client.contains(reader.hashes).count(False) * slot_bytes
+    room = room_of(client.stats())
+    free = max(0, room.free_bytes)
+    if needed > free:
+        raise ConfigError(
+            f"the pack needs {format_size(needed)}, but only {format_size(free)} of the {room.level} is free: "
+            f"{format_size(needed - free)} of other blocks would be evicted; use --force if the pack is worth it"
+        )
 
 
 def _store(client: CacheClient, hashes: Sequence[BlockHash], section: Section) -> list[BlockHash]:

@@ -14,12 +14,13 @@ import msgspec
 import pytest
 
 from kvtier.api.config import ApiKey, CacheAddress
-from kvtier.api.prefixes.cache import PrefixCache, Room
+from kvtier.api.prefixes.cache import PrefixCache
 from kvtier.api.prefixes.warming import Pace
 from kvtier.blocks.hashing import block_hashes, salted_root, split_hashes
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
 from kvtier.client.connecting import connect
+from kvtier.client.room import Room
 from kvtier.engine.process.messages import ChatPrompt
 from kvtier.transport.address import TcpAddress, UnixAddress
 from kvtier.wire.messages import LISTED_PINNED

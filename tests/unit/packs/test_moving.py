@@ -18,7 +18,7 @@ from kvtier.client.client import CacheClient
 from kvtier.client.connecting import connect
 from kvtier.errors import ConfigError, TierFull
 from kvtier.packs.form import PackHeader, PackReader, PackWriter
-from kvtier.packs.moving import check_namespace, export_blocks, import_blocks
+from kvtier.packs.moving import check_namespace, check_room, export_blocks, import_blocks
 from kvtier.transport.address import UnixAddress
 from tests.support.storing_engine import BLOCK_TOKENS, LAYOUT, fields_of, payload_of
 
@@ -129,6 +129,20 @@ def test_a_pack_without_room_is_refused_and_nothing_stays(
         with held, held.match(others[120:230]), pytest.raises(TierFull, match=r"no room|too little room"):
             import_blocks(target, PackReader(io.BytesIO(data), "it"), lambda _: None)
     assert not any(target.contains(HASHES))
+
+
+def test_a_pack_that_would_evict_blocks_is_refused_until_there_is_room(clients: list[CacheClient]) -> None:
+    source, target = clients
+    reader = PackReader(io.BytesIO(exported(source)), "it")
+    check_room(target, reader)
+    others = block_hashes(FIELDS.digest(), range(7, 7 + 240 * BLOCK_TOKENS), BLOCK_TOKENS)
+    for first in range(0, len(others), 40):
+        target.set(others[first : first + 40], [bytes(LAYOUT.block_bytes)] * 40)
+    with pytest.raises(ConfigError, match="needs 160KiB, but only 64KiB of the memory is free: 96KiB of"):
+        check_room(target, reader)
+    target.set(HASHES[:16], [payload_of(one) for one in HASHES[:16]])
+    target.drop(others[:24])
+    check_room(target, reader)
 
 
 class TinyCache:

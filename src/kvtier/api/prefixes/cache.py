@@ -17,14 +17,13 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import CacheClient
 from kvtier.client.connecting import connect
 from kvtier.client.known_namespace import KnownNamespace
+from kvtier.client.room import Room, room_of
 from kvtier.errors import TierError, TierRefused
 from kvtier.wire.messages import LISTED_CACHED, LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 
 _TIMEOUT_S = 30.0
 MEMORY, DISK = "server", "disk"
 """Names of tiers, as in a request's usage."""
-_UNKNOWN_BYTES = 1 << 62
-"""The room of a tenant without a quota, which shares what other tenants leave: warming shows whether there is any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +39,6 @@ class Placed:
     slot_bytes: int
     bytes_by_tier: dict[str, int]
     first_absent: int
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Room in a cache's slowest tier, where blocks stay longest: free bytes, and those that can be made free.
-
-    `pinnable_bytes` may still be pinned in memory; None if pins have no limit there.
-    """
-
-    level: str
-    free_bytes: int
-    usable_bytes: int
-    pinnable_bytes: int | None = None
 
 
 class NothingCached(TierRefused):
@@ -99,17 +85,8 @@ class PrefixCache:
         )
 
     def room(self) -> Room:
-        """Room on the disk, or in memory without a disk; a tenant of the server has the room of its quotas."""
         with self._connect() as client:
-            stats = client.stats()
-        pinnable = _whole(stats, "pinnable_bytes") if "pinnable_bytes" in stats else None
-        if "tenant" in stats:
-            return _tenants_room(stats, pinnable)
-        if stats.get("disk_up"):
-            space = _whole(stats, "disk_file_space_bytes")
-            return Room("disk", space - _whole(stats, "disk_used_bytes"), space, pinnable)
-        memory = _whole(stats, "memory_bytes")
-        return Room("memory", _whole(stats, "free_bytes"), memory - _whole(stats, "pinned_bytes"), pinnable)
+            return room_of(client.stats())
 
     def pin(self, namespace: Namespace, hashes: Sequence[BlockHash], *, keep: bool) -> int:
         """Pin or unpin blocks, on disk, too, so that a crash of the server changes nothing.
@@ -175,19 +152,5 @@ def _flushed(client: CacheClient, count: int) -> int:
     return count
 
 
-def _tenants_room(stats: dict[str, object], pinnable: int | None) -> Room:
-    disk, memory = _whole(stats, "disk_quota_bytes"), _whole(stats, "quota_bytes")
-    if not memory:
-        return Room("memory", _UNKNOWN_BYTES, _UNKNOWN_BYTES, pinnable)
-    if disk:
-        return Room("disk", disk - _whole(stats, "disk_used_bytes"), disk, pinnable)
-    return Room("memory", memory - _whole(stats, "used_bytes"), memory - _whole(stats, "pinned_bytes"), pinnable)
-
-
 def _find(known: Sequence[KnownNamespace], namespace: Namespace) -> KnownNamespace | None:
     return next((one for one in known if one.namespace == namespace), None)
-
-
-def _whole(stats: dict[str, object], name: str) -> int:
-    found = stats.get(name)
-    return int(found) if isinstance(found, (int, float)) else 0
