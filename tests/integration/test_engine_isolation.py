@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier import LLM, SamplingParams
 from kvtier.engine.answer import AnswerText
+from kvtier.engine.building import make_scheduler
 from kvtier.engine.client import EngineClient
 from kvtier.engine.engine import Engine
+from kvtier.engine.schedule.scheduler import Scheduler
 from kvtier.engine.schedule.step import Step
 from kvtier.errors import EngineStopped
 from kvtier.testing.tiny_models import save_tiny_model
@@ -99,10 +102,8 @@ def test_a_request_at_which_a_step_fails_ends_alone(
 def test_a_request_that_cannot_be_scheduled_ends_alone(
     engine: Engine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_scheduler = engine._make_scheduler
-
-    def make_faulty_scheduler() -> object:
-        scheduler = make_scheduler()
+    def make_faulty_scheduler(*arguments: Any) -> Scheduler:
+        scheduler = make_scheduler(*arguments)
         grow = scheduler.blocks.grow
 
         def fail_at_poison(request: object, *arguments: object, **named: object) -> bool:
@@ -113,8 +114,8 @@ def test_a_request_that_cannot_be_scheduled_ends_alone(
         scheduler.blocks.grow = fail_at_poison
         return scheduler
 
-    monkeypatch.setattr(engine, "_make_scheduler", make_faulty_scheduler)
-    engine.scheduler = make_faulty_scheduler()
+    monkeypatch.setattr("kvtier.engine.engine.make_scheduler", make_faulty_scheduler)
+    engine.scheduler = make_faulty_scheduler(engine.config, engine.parts, engine.transfer)
     with EngineClient(engine) as client:
         assert _answers(client) == (expected, "error")
         assert client.failure is None
