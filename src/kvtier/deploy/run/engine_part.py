@@ -53,15 +53,15 @@ def run_engine(
             if client.failure is not None:
                 raise EngineStopped(str(client.failure))
         server.refuse()
-        logger.info("stopping; %d requests are running", client.num_requests)
-        _drain(client, signals)
+        logger.info("stopping; %d requests are running", server.num_prompts)
+        _drain(client, server, signals)
         if not client.settle(_SETTLE_S):
             logger.warning("some computed blocks could not be stored in time")
 
 
-def _drain(client: EngineClient, signals: Sequence[signal.Signals]) -> None:
+def _drain(client: EngineClient, server: EngineServer, signals: Sequence[signal.Signals]) -> None:
     """Let running requests end; another signal cuts this short."""
     deadline = time.monotonic() + _DRAIN_S
-    while client.num_requests and time.monotonic() < deadline and client.failure is None:
+    while server.num_prompts and time.monotonic() < deadline and client.failure is None:
         if is_signalled(signals):
             return

@@ -137,8 +137,15 @@ class EngineServer:
         self._is_met.set()
 
     def refuse(self) -> None:
-        """Accept no more prompts: clients are told to retry later, or elsewhere."""
+        """Accept no more prompts: clients are told to retry later, or elsewhere. `num_prompts` counts those before."""
         self.is_refusing = True
+
+    @property
+    def num_prompts(self) -> int:
+        """Accepted prompts that are not over, also while they are being tokenized."""
+        with self._lock:
+            connections = list(self._connections)
+        return sum(connection.num_prompts for connection in connections)
 
     def close(self) -> None:
         """Requests in progress are cut off."""
@@ -253,6 +260,11 @@ class _ClientConnection:
         """Called by the engine's thread."""
         self._outbox.put(news)
 
+    @property
+    def num_prompts(self) -> int:
+        with self._lock:
+            return len(self._submissions)
+
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
@@ -285,11 +297,13 @@ class _ClientConnection:
 
     def _take(self, request: ToEngine) -> None:
         if isinstance(request, Submit):
-            if self._server.is_refusing:
+            with self._lock:  # so that `num_prompts` counts it, or it is refused
+                is_refused = self._server.is_refusing
+                if not is_refused:
+                    self._submissions[request.number] = None
+            if is_refused:
                 self._outbox.put(Refused(request.number, STOPPED, "the engine is stopping"))
                 return
-            with self._lock:
-                self._submissions[request.number] = None
             threads = self._server.threads_for(request)
             if threads is None:
                 self._submit(request)

@@ -432,6 +432,29 @@ def test_an_engine_that_has_stopped_refuses_at_once(bench: _Bench) -> None:
     assert peer.receive() == Refused(1, STOPPED, "the engine has stopped: out of memory")
 
 
+def test_a_prompt_that_is_being_made_counts_until_its_answer_is_complete(bench: _Bench) -> None:
+    """So that whoever stops the engine waits for it."""
+    peer = bench.connect()
+    bench.texts.hold.clear()
+    peer.send(_submit(1, "a", TextPrompt("a")))
+    wait_until(lambda: bench.server.num_prompts == 1)
+    bench.server.refuse()
+    peer.send(_submit(2, "b", TextPrompt("b")))
+    assert peer.receive() == Refused(2, STOPPED, "the engine is stopping")
+    assert bench.server.num_prompts == 1
+
+    bench.texts.hold.set()
+    wait_until(lambda: "a" in bench.client.prompts)
+    bench.client.say("a", Admitted(1), _piece("x"))
+    assert peer.receive() == Accepted(1, 1, "")
+    assert len([*_pieces(peer, 1)]) == 1
+    assert bench.server.num_prompts == 1
+
+    bench.client.say("a", _piece("y", reason="stop"))
+    assert len([*_pieces(peer, 1)]) == 1
+    assert bench.server.num_prompts == 0
+
+
 @pytest.mark.parametrize(
     ("value", "reason", "sentence"),
     [("refuses", INVALID, "has no tokenizer"), ("breaks", FAILED, "could not be made: a template divides by zero")],
