@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from kvtier.blocks.hashing import BlockHash
@@ -63,17 +63,21 @@ class _Withdrawal:
     hashes: Sequence[BlockHash]
 
 
-_Job = _Batch | _Announcement | _Withdrawal | Explanation | threading.Event
-
-
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Unsent:
-    """The contents of the next batch; its withdrawals come after it."""
+    """The contents of the next batch; its withdrawals come after it.
+
+    `after` is the mark behind the steps that fill its blocks; None until `send` is called after the last offer.
+    """
 
     offers: list[_Offer] = field(default_factory=list)
     withdrawals: list[_Withdrawal] = field(default_factory=list)
     num_blocks: int = 0
     since: float | None = None
+    after: Mark | None = None
+
+
+_Job = _Batch | _Announcement | _Withdrawal | Explanation | threading.Event
 
 
 class Storer:
@@ -88,11 +92,17 @@ class Storer:
         *,
         clock: Callable[[], float] = time.monotonic,
         let_pass: Callable[[], None] | None = None,
+        sends_alone: bool = False,
     ) -> None:
-        """At safe points, its threads call `let_pass` (see `latency_guard`)."""
+        """At safe points, its threads call `let_pass` (see `latency_guard`).
+
+        With `sends_alone`, a small batch is sent after a moment even if `send` is not called again: for an engine whose
+        steps may end without notice.
+        """
         self._marks = marks
         self._wake = wake
         self._clock = clock
+        self._sends_alone = sends_alone
         guards, metrics = hierarchy.guards, hierarchy.metrics
         self._slots = [ReservedSlots(guard, copier, metrics) for guard in guards if guard.tier.is_local]
         far = [guard for guard in guards if not guard.tier.is_local]
@@ -103,7 +113,7 @@ class Storer:
         self._waiting: deque[_Offer] = deque()
         self._copied: deque[DeviceLease] = deque()
         self.num_held = 0
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | _Unsent | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(let_pass,), name="kvtier-store", daemon=True)
         self._thread.start()
         host = hierarchy.host
@@ -125,10 +135,11 @@ class Storer:
         hashes = self._announced.pop(owner, None)
         if hashes is None:
             return
-        if self._unsent.offers:
-            self._unsent.withdrawals.append(_Withdrawal(owner, hashes))
-        else:
-            self._jobs.put(_Withdrawal(owner, hashes))
+        with self._lock:
+            if self._unsent.offers:
+                self._unsent.withdrawals.append(_Withdrawal(owner, hashes))
+            else:
+                self._jobs.put(_Withdrawal(owner, hashes))
 
     def offer(self, hashes: Sequence[BlockHash], held: DeviceLease, owner: object = None) -> None:
         """Offer blocks that are full once the device has done its work so far. They are held until `take_copied`."""
@@ -139,9 +150,10 @@ class Storer:
         self._add(_Offer(hashes, held, None, is_found=True))
 
     def _add(self, offer: _Offer) -> None:
-        unsent = self._unsent
-        unsent.offers.append(offer)
-        unsent.num_blocks += len(offer.held.ids)
+        with self._lock:
+            self._unsent.offers.append(offer)
+            self._unsent.num_blocks += len(offer.held.ids)
+            self._unsent.after = None
         self.num_held += len(offer.held.ids)
 
     def send(self, *, is_last: bool = False) -> None:
@@ -149,19 +161,27 @@ class Storer:
 
         A few blocks wait a moment for more, unless these are the last for now.
         """
-        unsent = self._unsent
-        if not unsent.num_blocks:
-            unsent.since = None
+        if not self._unsent.num_blocks:
+            self._unsent.since = None
             return
         now = self._clock()
-        if unsent.since is None:
-            unsent.since = now
-        if not is_last and unsent.num_blocks < _BATCH_BLOCKS and now - unsent.since < _BATCH_S:
-            return
-        self._unsent = _Unsent()
         with self._lock:
-            self._waiting.extend(unsent.offers)
-        self._jobs.put(_Batch(unsent.offers, self._marks.last))
+            unsent = self._unsent
+            is_waiting = unsent.since is not None
+            if unsent.since is None:
+                unsent.since = now
+            if is_last or unsent.num_blocks >= _BATCH_BLOCKS or now - unsent.since >= _BATCH_S:
+                self._send(unsent, self._marks.last)
+                return
+            unsent.after = self._marks.last
+            if self._sends_alone and not is_waiting:
+                self._jobs.put(unsent)
+
+    def _send(self, unsent: _Unsent, after: Mark) -> None:
+        """Under the lock."""
+        self._waiting.extend(unsent.offers)  # first: `owners` looks at both without the lock
+        self._unsent = _Unsent()
+        self._jobs.put(_Batch(unsent.offers, after))
         for withdrawal in unsent.withdrawals:
             self._jobs.put(withdrawal)
 
@@ -204,13 +224,14 @@ class Storer:
 
     def drop(self, owners: Set[object]) -> None:
         """Wait until nothing that was offered for these owners is being copied; nothing will be from now on."""
-        unsent = self._unsent
-        dropped = [offer for offer in unsent.offers if offer.owner in owners]
-        if dropped:
+        with self._lock:
+            unsent = self._unsent
+            dropped = [offer for offer in unsent.offers if offer.owner in owners]
             unsent.offers = [offer for offer in unsent.offers if offer.owner not in owners]
             unsent.num_blocks -= sum(len(offer.held.ids) for offer in dropped)
+            if not unsent.num_blocks:
+                unsent.since = None
             self._copied.extend(offer.held for offer in dropped)
-        with self._lock:
             offers = [offer for offer in self._waiting if offer.owner in owners]
             for offer in offers:
                 if not offer.is_copying and not offer.is_cancelled:
@@ -220,7 +241,7 @@ class Storer:
 
     def owners(self) -> set[object]:
         """The owners of blocks that were offered and are not copied yet."""
-        if not self._unsent.offers and not self._waiting:  # only this thread adds to them
+        if not self._unsent.offers and not self._waiting:  # only this thread offers more
             return set()
         with self._lock:
             return {offer.owner for offer in (*self._unsent.offers, *self._waiting)}
@@ -245,10 +266,10 @@ class Storer:
 
         Waits until nothing is being copied from the device.
         """
-        unsent, self._unsent = self._unsent, _Unsent()
-        for withdrawal in unsent.withdrawals:
-            self._jobs.put(withdrawal)
         with self._lock:
+            unsent, self._unsent = self._unsent, _Unsent()
+            for withdrawal in unsent.withdrawals:
+                self._jobs.put(withdrawal)
             for offer in self._waiting:
                 offer.is_cancelled = True
         self._settle_copies(timeout_s)
@@ -281,7 +302,7 @@ class Storer:
 
     def _run(self, let_pass: Callable[[], None] | None) -> None:
         yield_to(let_pass)
-        while (job := self._jobs.get()) is not None:
+        for job in self._coming():
             give_way()
             try:
                 self._do(job)
@@ -290,6 +311,35 @@ class Storer:
             self._wake()
         for slots in self._slots:
             slots.close()
+
+    def _coming(self) -> Iterator[_Job]:
+        """All jobs until the end. Between them, a small batch that has waited long enough is sent."""
+        late: _Unsent | None = None
+        late_at = 0.0
+        while True:
+            try:
+                job = self._jobs.get(timeout=None if late is None else max(0.0, late_at - time.monotonic()))
+            except queue.Empty:
+                late_at = time.monotonic() + _BATCH_S
+                if late is not None and self._send_late(late):
+                    late = None
+                continue
+            if job is None:
+                return
+            if isinstance(job, _Unsent):
+                late, late_at = job, time.monotonic() + _BATCH_S
+            else:
+                yield job
+
+    def _send_late(self, late: _Unsent) -> bool:
+        """Whether nothing is left to be sent: the batch is not sent while more is just being offered."""
+        with self._lock:
+            if late is not self._unsent or not late.num_blocks:
+                return True
+            if late.after is None:
+                return False
+            self._send(late, late.after)
+            return True
 
     def _do(self, job: _Job) -> None:
         if isinstance(job, _Batch):

@@ -71,7 +71,7 @@ class WorkerTransfer:
             if tier.arena is not None:
                 self._copier.adopt(tier.arena)
         self._loader = Loader(self._hierarchy, self._copier, _nothing)
-        self._storer = Storer(self._hierarchy, self._copier, self._marks, _nothing)
+        self._storer = Storer(self._hierarchy, self._copier, self._marks, _nothing, sends_alone=True)
         self._threads = WorkerThreads(_NUM_LOADERS, "kvtier-load")
 
     # --- the worker's thread ------------------------------------------------------------------------------------------

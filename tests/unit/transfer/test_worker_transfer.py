@@ -23,6 +23,7 @@ from kvtier.tiers.tier import Tier
 from kvtier.transfer.copier import Copies, Mark
 from kvtier.transfer.leased_blocks import LeasedBlocks
 from kvtier.transfer.load_news import EndedLoad
+from kvtier.transfer.storer import Storer
 from kvtier.transfer.worker_transfer import WorkerTransfer
 from tests.support.host_device import WAIT_S, HostDevice
 from tests.support.traffic_bench import FarTier, until
@@ -393,6 +394,13 @@ def test_a_dropped_key_that_waits_for_the_tier_is_never_copied(open_bench: Open)
     assert bench.transfer.num_refused == 0
 
 
+@pytest.fixture
+def waits_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, a small batch waits for the next call."""
+    monkeypatch.setattr("kvtier.transfer.storer._BATCH_S", 3600.0)
+
+
+@pytest.mark.usefixtures("waits_for_long")
 def test_a_few_blocks_wait_for_those_of_later_calls_and_are_stored_with_them(open_bench: Open) -> None:
     bench = open_bench(_ServerTier())
     one, other = chain(1, 2), chain(2, 1)
@@ -417,6 +425,41 @@ def test_a_few_blocks_do_not_wait_for_long(open_bench: Open) -> None:
     assert bench.device.stored == [[0, 1]]
 
 
+def test_a_few_blocks_are_stored_though_no_call_follows(open_bench: Open) -> None:
+    """An engine that has answered its last request makes no more steps."""
+    bench = open_bench(_ServerTier())
+    bench.store("a", chain(1, 2), is_last=False)
+
+    until(lambda: bench.device.stored == [[0, 1]])
+
+
+def test_blocks_are_not_stored_before_the_step_that_fills_them(
+    open_bench: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that waits goes on waiting once more is offered: its mark is before the step of these blocks."""
+    looks: list[object] = []
+    send_late = Storer._send_late
+
+    def look(storer: Storer, late: object) -> bool:
+        looks.append(late)
+        return send_late(storer, late)
+
+    monkeypatch.setattr("kvtier.transfer.storer._BATCH_S", 0.001)
+    monkeypatch.setattr(Storer, "_send_late", look)
+    bench = open_bench(_ServerTier())
+    bench.store("a", chain(1, 1), is_last=False)
+    other = chain(2, 1)
+    bench.transfer.store("b", other, bench.device.fill([1], other).ids)
+    num_looks = len(looks)
+
+    until(lambda: len(looks) > num_looks + 3 or bool(bench.device.stored))
+    assert bench.device.stored in ([], [[0]])
+    bench.transfer.send()
+    bench.settle()
+    assert sorted(number for stored in bench.device.stored for number in stored) == [0, 1]
+
+
+@pytest.mark.usefixtures("waits_for_long")
 def test_a_dropped_key_that_waits_for_later_calls_is_never_copied(open_bench: Open) -> None:
     tier = _ServerTier()
     bench = open_bench(tier)
