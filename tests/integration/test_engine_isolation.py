@@ -17,6 +17,7 @@ from kvtier.engine.schedule.scheduler import Scheduler
 from kvtier.engine.schedule.step import Step
 from kvtier.errors import EngineStopped
 from kvtier.testing.tiny_models import save_tiny_model
+from tests.support.waiting import wait_until
 
 _POISON = 77
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -96,7 +97,7 @@ def test_a_request_at_which_a_step_fails_ends_alone(
         for _ in range(3):
             assert _answers(client) == (expected, "error")
         assert client.failure is None
-        assert client.num_requests == 0
+        wait_until(lambda: client.num_requests == 0)
 
 
 def test_a_request_that_cannot_be_scheduled_ends_alone(
