@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ _PAUSE_S = 1e-5
 """A pause after each half millisecond of hashing lets the scheduler's thread take its turn, possibly a long one."""
 
 _ASK_AGAIN_S = 0.005
+_ASKING_AGAIN = 4
+"""Most prompts beyond the limit that ask again within that time: those at the front of the engine's queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,10 @@ class Lookup:
     is_cachable: bool = True
     is_over: bool = False
     matching: Future[_Found | None] | None = None
-    limited_at: float | None = None
+    waits_since: float | None = None
+    """When it met the limit on leases, or a prompt before it last moved on."""
+    is_patient: bool = True
+    """False once it has waited for leases in vain."""
 
     @property
     def is_idle(self) -> bool:
@@ -167,7 +173,9 @@ class Lookups:
         self._threads = threads
         self._timeout_s = timeout_s
         self._lookups: dict[Lookup, None] = {}
+        """In the order in which the prompts came."""
         self._loading: set[Lookup] = set()
+        self._asked_again: deque[float] = deque(maxlen=_ASKING_AGAIN)
         self._log = LogLimit(logger)
 
     # --- the scheduler's thread ---------------------------------------------------------------------------------------
@@ -188,7 +196,7 @@ class Lookups:
 
     def cancel(self, lookup: Lookup) -> None:
         """Stop waiting for the answer. A lookup that has not begun never does; others still show what to save."""
-        is_limited = lookup.limited_at is not None  # it may have to release leases of other lookups
+        is_limited = lookup.waits_since is not None  # it may have to release leases of other lookups
         if lookup.matching is not None and not is_limited and lookup.matching.cancel():
             lookup.matching = None
 
@@ -220,15 +228,18 @@ class Lookups:
     def is_worth_waiting(self, lookup: Lookup) -> bool:
         """Whether the client's limit on leases cut the match short, and waiting may help. Asks again at intervals.
 
-        Loads soon release their leases. If there are none, the waiting prompts hold all leases.
+        Loads soon release their leases: a prompt waits for as long as those before it in the queue move on. If nothing
+        loads, the waiting prompts hold all leases.
         """
-        if lookup.lease is None or lookup.ended is not MatchEnd.LIMIT:
+        if lookup.lease is None or lookup.ended is not MatchEnd.LIMIT or not lookup.is_patient:
             return False
         now = time.monotonic()
-        lookup.limited_at = lookup.limited_at or now
-        if now - lookup.limited_at > self._timeout_s:
+        lookup.waits_since = lookup.waits_since or now
+        if now - lookup.waits_since > self._timeout_s:
+            lookup.is_patient = False
+            self._note_moved(lookup)  # one prompt is computed at a time: those behind it may still be loaded
             return False
-        if now - lookup.asked_at > _ASK_AGAIN_S:
+        if now - lookup.asked_at > _ASK_AGAIN_S and self._may_ask_again(now):
             if self._loading:
                 self.begin_again(lookup, lookup.num_tokens, lookup.first)
             else:
@@ -238,10 +249,13 @@ class Lookups:
     def begin_load(self, lookup: Lookup) -> None:
         """The lease is kept until `end_load`."""
         self._loading.add(lookup)
+        lookup.waits_since = None
+        self._note_moved(lookup)
 
     def end_load(self, lookup: Lookup) -> None:
         self._loading.discard(lookup)
         self.release(lookup)
+        self._note_moved(lookup)
 
     def is_loading(self, lookup: Lookup) -> bool:
         return lookup in self._loading
@@ -266,6 +280,21 @@ class Lookups:
             self.end_load(lookup)
         for lookup in list(self._lookups):
             self.forget(lookup)
+
+    def _note_moved(self, lookup: Lookup) -> None:
+        """A prompt moved on: the turn of those that came later is nearer, so they start to wait anew."""
+        now = time.monotonic()
+        for other in reversed(self._lookups):
+            if other is lookup:
+                return
+            if other.waits_since is not None:
+                other.waits_since = now
+
+    def _may_ask_again(self, now: float) -> bool:
+        if len(self._asked_again) == _ASKING_AGAIN and now - self._asked_again[0] <= _ASK_AGAIN_S:
+            return False
+        self._asked_again.append(now)
+        return True
 
     def _make_room(self, lookup: Lookup) -> None:
         """Prompts whose turn comes later release their leases."""

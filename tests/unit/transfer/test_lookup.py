@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from tests.support.traffic_bench import computes, loads, until
 
 _ROOT = Namespace(bytes(32))
 _CHUNK_TOKENS = 1024
+_TIMEOUT_S = 10.0
 
 
 class _Tier(WrappedTier):
@@ -91,7 +94,7 @@ def bench() -> Iterator[Bench]:
     tier, speeds = _Tier(), Speeds()
     decision = LoadOrCompute(speeds, LAYOUT, _CHUNK_TOKENS, always_loads=False, clock=lambda: 0.0)
     with ThreadPoolExecutor(2) as threads:
-        lookups = Lookups(tier, decision, threads, timeout_s=10.0)
+        lookups = Lookups(tier, decision, threads, timeout_s=_TIMEOUT_S)
         yield Bench(tier, lookups, speeds)
         tier.is_open.set()
         lookups.close()
@@ -259,6 +262,91 @@ def test_a_prompt_beyond_the_limit_waits_while_others_load(bench: Bench) -> None
     until(has_all)
     assert waiting.found_end == 4
     bench.lookups.release(waiting)
+
+
+@dataclass
+class Queue:
+    """Prompts that meet the limit while `holder` loads, under a clock that the test turns."""
+
+    bench: Bench
+    holder: Lookup
+    waiting: list[Lookup]
+    now: float = 100.0
+
+    def waits(self) -> list[bool]:
+        """Whether each is worth waiting for, as the engine asks in a step."""
+        return [self._waits(lookup) for lookup in self.waiting]
+
+    def _waits(self, lookup: Lookup) -> bool:
+        if lookup.is_idle:  # what it held made room for another
+            self.bench.begin(lookup)
+        until(lambda: lookup.lease is not None or self.bench.lookups.take(lookup, 0))
+        return self.bench.lookups.is_worth_waiting(lookup)
+
+
+@pytest.fixture
+def queue(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    bench.tier.most_held = 1
+    holder, *waiting = [bench.lookup(seed, 4, num_stored=4) for seed in range(1, 9)]
+    queue = Queue(bench, holder, waiting)
+    clock = SimpleNamespace(monotonic=lambda: queue.now, sleep=time.sleep)
+    monkeypatch.setattr("kvtier.transfer.lookup.time", clock)
+    bench.found(holder)
+    bench.lookups.begin_load(holder)
+    for lookup in waiting:
+        bench.begin(lookup)
+    assert queue.waits() == [True] * len(waiting)
+    return queue
+
+
+def test_a_queue_waits_for_as_long_as_those_before_it_move_on(queue: Queue) -> None:
+    lookups = queue.bench.lookups
+    num_loaded = 0
+    while queue.waiting:
+        queue.now += 0.8 * _TIMEOUT_S
+        lookups.end_load(queue.holder)
+        while all(waits := queue.waits()):
+            queue.now += 0.001
+        queue.holder = queue.waiting.pop(waits.index(False))
+        num_loaded += queue.holder.found_end == 4
+        lookups.begin_load(queue.holder)
+    lookups.end_load(queue.holder)
+
+    assert num_loaded == 7
+
+
+def test_one_prompt_at_a_time_gives_up_where_nothing_moves_on(queue: Queue) -> None:
+    queue.now += 1.1 * _TIMEOUT_S
+    assert queue.waits() == [False, True, True, True, True, True, True]
+    assert queue.waits() == [False, True, True, True, True, True, True]
+
+    queue.now += 1.1 * _TIMEOUT_S
+    assert queue.waits() == [False, False, True, True, True, True, True]
+    queue.bench.lookups.end_load(queue.holder)
+
+
+def test_a_prompt_does_not_wait_for_those_that_came_later(queue: Queue) -> None:
+    late = queue.waiting.pop()
+    queue.now += 0.6 * _TIMEOUT_S
+    queue.bench.lookups.begin_load(late)
+    queue.bench.lookups.end_load(late)
+    queue.now += 0.6 * _TIMEOUT_S
+
+    assert queue.waits()[0] is False
+    queue.bench.lookups.end_load(queue.holder)
+
+
+def test_few_prompts_ask_again_at_a_time(queue: Queue) -> None:
+    """Those at the front of the queue: the limit is not fought over, nor the server asked by all."""
+    lookups = queue.bench.lookups
+    num_asked = len(queue.bench.tier.asked_blocks)
+    queue.now += 1.0
+    assert queue.waits() == [True] * 7
+    until(lambda: all(lookup.lease is not None or lookups.take(lookup, 0) for lookup in queue.waiting))
+
+    assert len(queue.bench.tier.asked_blocks) == num_asked + 4
+    assert [lookup.asked_at for lookup in queue.waiting] == [queue.now] * 4 + [100.0] * 3
+    lookups.end_load(queue.holder)
 
 
 def test_what_later_prompts_hold_makes_room_where_nothing_loads(bench: Bench) -> None:
