@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
@@ -31,6 +32,7 @@ os.environ |= {
 import torch
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.platforms import current_platform
 
 import kvtier
 from kvtier.blocks.hashing import salted_root
@@ -42,12 +44,25 @@ from tests.support.waiting import wait_until
 
 multiprocessing.resource_tracker.ensure_running()  # else the first engine in processes of its own leaves it behind
 
+# An engine that starts or stops collects garbage eight times, each time looking at all that the imports have left.
+gc.collect()
+gc.freeze()
+for name in ("freeze", "unfreeze"):  # vLLM would thaw it
+    setattr(gc, name, lambda: None)
+
+# Each engine looks for kernels to replace in all modules; after the first there are none. Not in older releases.
+if hasattr(current_platform, "register_triton_kernel_overrides"):
+    replace_kernels = functools.cache(current_platform.register_triton_kernel_overrides)
+    type(current_platform).register_triton_kernel_overrides = staticmethod(replace_kernels)
+
 NUM_LAYERS = 2
 KV_HEADS = 2
 HEAD_DIM = 64
 """vLLM's attention on CPUs knows no smaller heads than 32."""
 MAX_MODEL_LEN = 1024
 
+_NUM_PAGES = 1024
+"""Writing the zeros of as many as vLLM makes takes longer than all else of a start."""
 _PATIENCE_S = 30.0
 
 
@@ -121,6 +136,7 @@ def engine(
         "skip_tokenizer_init": True,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": 8,
+        "num_gpu_blocks_override": _NUM_PAGES,
         "disable_log_stats": False,
         **overrides,
     }
