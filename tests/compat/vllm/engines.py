@@ -151,6 +151,7 @@ def engine(
                 **address,
                 "always_load": True,
                 "match_timeout_s": _PATIENCE_S,
+                "timeout_s": _PATIENCE_S,
                 **(settings or {}),
             },
         }

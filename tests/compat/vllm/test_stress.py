@@ -181,7 +181,7 @@ def test_requests_in_a_long_queue_hit_though_not_all_can_be_held_at_once(tmp_pat
     options = ("--folder", str(tmp_path / "cache"), "--disk", "64MiB")
     with (
         cache_server(*options, folder=tmp_path, memory="6MiB") as server,
-        engine(model_folder(), server.unix, settings={"timeout_s": 30.0}, max_num_seqs=2) as llm,
+        engine(model_folder(), server.unix, max_num_seqs=2) as llm,
     ):
         for prompt in prompts:
             begin(llm, f"first {prompt[0]} {prompt[1]}", prompt, max_tokens=1)
