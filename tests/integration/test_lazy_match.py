@@ -73,3 +73,26 @@ def test_a_server_without_a_disk_answers_as_always() -> None:
         client.set(hashes[:3], payloads(3))
         with client.match_lazily(hashes) as lease:
             assert (lease.num_blocks, lease.num_stored, lease.ended) == (3, 0, MatchEnd.NEVER_STORED)
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_a_prompt_that_a_client_may_not_hold_whole_is_found_whole(tmp_path: Path, tcp: bool, has_disk: bool) -> None:
+    """Half of the client's share is leased, so that the rest can be matched piece by piece meanwhile."""
+    options = ("--folder", str(tmp_path / "disk"), "--disk", "64MiB") if has_disk else ()
+    with (
+        cache_server(*options, memory=str(16 * LAYOUT.slot_bytes), tcp=tcp) as server,
+        connect(server, tcp=tcp) as client,
+    ):
+        hashes = client.hashes(range(4 * NUM_BLOCKS))
+        for first in (0, 6):
+            assert client.set(hashes[first : first + 6], payloads(NUM_BLOCKS)[first : first + 6]) == 6
+
+        with client.match_lazily(hashes) as lease:
+            assert (lease.num_blocks, lease.num_stored, lease.ended) == (4, 8, MatchEnd.ALL)
+            assert lease.stored_in == ("disk" if has_disk else "server")
+            for first in (4, 8):
+                into = [bytearray(LAYOUT.block_bytes) for _ in range(4)]
+                with client.match(hashes[first : first + 4]) as rest:
+                    assert (rest.num_blocks, rest.fetch(into)) == (4, 4)
+                assert [bytes(block) for block in into] == payloads(NUM_BLOCKS)[first : first + 4]

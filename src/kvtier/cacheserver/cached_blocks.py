@@ -140,13 +140,22 @@ class CachedBlocks:
         return match
 
     def find_lazily(
-        self, space: MemorySpace, hashes: Hashes, max_blocks: int, elsewhere: Elsewhere = NOWHERE
+        self,
+        space: MemorySpace,
+        hashes: Hashes,
+        max_blocks: int,
+        elsewhere: Elsewhere = NOWHERE,
+        *,
+        counts_beyond: bool = False,
     ) -> tuple[list[Block], MatchEnd, int]:
-        """Reference the longest prefix in memory; count the blocks that follow it on disk, `elsewhere` or in memory."""
+        """Reference the longest prefix in memory; count the blocks that follow it on disk, `elsewhere` or in memory.
+
+        With `counts_beyond`, those are counted, too, that follow the first `max_blocks`.
+        """
         match = self.find_in_memory(space, hashes, max_blocks)
         if match.blocks:
             self._disk.note_used(space, hashes, len(match.blocks))
-        if match.ended is not Presence.MISS:
+        if match.ended is Presence.PENDING or (match.ended is Presence.READY and not counts_beyond):
             return match.blocks, ENDED[match.ended], 0
         rest = hashes[len(match.blocks) :]
         stored = self._disk.contains(space, rest)

@@ -83,6 +83,13 @@ class Holds:
             return max(0, self.max_units - self.held_units)
         return _NO_LIMIT if self.group is None else self.group.left
 
+    @property
+    def most(self) -> int:
+        """What is left when nothing is held."""
+        if self.max_units is not None:
+            return self.max_units
+        return _NO_LIMIT if self.group is None else self.group.max_units
+
 
 class HoldGroup:
     """Tenants without a quota of memory: together they may hold a part of the memory outside all quotas."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import TierError
 from kvtier.memory.lease import Lease
 from kvtier.observe.log_limit import LogLimit
@@ -36,6 +37,7 @@ from kvtier.transfer.worker_threads import WorkerThreads
 logger = logging.getLogger(__name__)
 
 _NUM_LOADERS = 2
+_ROOM_POLL_S = 0.005
 _UNIT_BYTES = 16 << 20
 """Blocks from disk or TCP are copied to the device whenever this many bytes have arrived."""
 
@@ -168,21 +170,42 @@ class WorkerTransfer:
             QUICK_TURNS.end()
 
     def _bring(self, order: _Order) -> None:
-        ended, started_at = order.ended, time.monotonic()
-        order.deadline = started_at + order.timeout_s
-        layout = self._tier.layout
-        with self._lease(order) as lease:
-            spans = spans_of([TierSegment(self._tier.name, 0, lease)], 0)
-            if not lease.has_views:  # for a remote server, it makes no difference where it keeps them
-                spans = [Span(self._tier.name, self._tier.name, 0, lease.num_blocks, lease, 0)]
-            for span in spans:
-                num_loaded = self._bring_span(order, span, is_last=span is spans[-1])
-                now = time.monotonic()
-                if num_loaded:
-                    ended.parts.append(Loaded(span.tier, num_loaded * layout.block_bytes, now - started_at))
-                started_at = now
-                if num_loaded < span.end - span.first:
-                    return
+        """Bring the blocks, as many at a time as this client may lease."""
+        order.deadline = time.monotonic() + order.timeout_s
+        lease = self._lease(order)
+        position = 0
+        while True:
+            with lease:
+                num_loaded = self._bring_leased(order, lease, position)
+            position += num_loaded
+            if lease.ended is not MatchEnd.LIMIT or num_loaded < lease.num_blocks or position == len(order.hashes):
+                return
+            if not num_loaded:  # other loads hold all that this client may hold
+                time.sleep(_ROOM_POLL_S)
+            left_s = order.deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            lease = self._tier.match(order.hashes[position:], timeout_s=left_s)
+
+    def _bring_leased(self, order: _Order, lease: Lease, first: int) -> int:
+        """Bring the blocks of `lease`, which begins with block `first` of the load. Returns how many have arrived."""
+        ended, started_at, end = order.ended, time.monotonic(), first + lease.num_blocks
+        spans = spans_of([TierSegment(self._tier.name, 0, lease)], first)
+        if not lease.has_views:  # for a remote server, it makes no difference where it keeps them
+            spans = [Span(self._tier.name, self._tier.name, first, end, lease, 0)]
+        num_arrived = 0
+        for span in spans:
+            is_last = span is spans[-1] and end == len(order.hashes)
+            num_loaded = self._bring_span(order, span, is_last=is_last)
+            now = time.monotonic()
+            if num_loaded:
+                nbytes = num_loaded * self._tier.layout.block_bytes
+                ended.parts.append(Loaded(span.tier, nbytes, now - started_at))
+            started_at = now
+            num_arrived += num_loaded
+            if num_loaded < span.end - span.first:
+                break
+        return num_arrived
 
     def _lease(self, order: _Order) -> Lease:
         """A lease of the blocks that are leased already, or else a new match."""

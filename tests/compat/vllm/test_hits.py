@@ -50,6 +50,30 @@ def test_answers_are_those_without_the_plug_in_and_after_a_reset_the_prefix_come
     assert _whole_pages(300, page_tokens) <= warm.num_cached < 300
 
 
+def test_a_prompt_longer_than_half_of_the_servers_memory_is_loaded_from_there_and_from_disk(tmp_path: Path) -> None:
+    """A client may lease half of it. With "fail", a block that is promised and not loaded fails the request."""
+    prompts = [tokens_of(900, seed=seed) for seed in range(1, 5)]
+    expected = answers_without_cache(model_folder(), prompts)
+    options = ("--folder", str(tmp_path / "cache"), "--disk", "64MiB")
+    with (
+        cache_server(*options, folder=tmp_path, memory="3MiB") as server,
+        engine(model_folder(), server.unix, failure_policy="fail", max_num_batched_tokens=128) as llm,
+    ):
+        for prompt in prompts:
+            ask_one(llm, prompt)
+            wait_until_stored(server.unix, prompt)
+        forget_prefixes(llm)
+        from_disk = [ask_one(llm, prompt) for prompt in prompts]
+        forget_prefixes(llm)
+        from_memory = ask_one(llm, prompts[-1])
+        forget_prefixes(llm)
+        together = ask(llm, prompts)
+
+    assert [answer.tokens for answer in from_disk] == [answer.tokens for answer in together] == expected
+    assert from_memory.tokens == expected[-1]
+    assert [answer.num_cached for answer in (*from_disk, from_memory, *together)] == [896] * 9
+
+
 @pytest.mark.parametrize("page_tokens", [32, 128])
 def test_a_prompt_of_full_pages_is_loaded_whole_and_goes_on_as_without_the_plug_in(
     server: ServerProcess, page_tokens: int

@@ -200,6 +200,45 @@ def test_a_client_holds_no_more_than_it_may(catalog: Catalog, space: MemorySpace
     assert (grant.num_refused, reason) == (1, "this client may hold at most 24KiB at once")
 
 
+def test_a_lazy_lease_counts_what_a_client_alone_may_never_hold(
+    catalog: Catalog, space: MemorySpace, local: ServedClient
+) -> None:
+    """Waiting would not help it, and half of its share is left for the rest. Beside other leases it could wait."""
+    store(catalog, space, *"abcd")
+    store(catalog, space, *"efgh")
+    alone = catalog.lease(local, 1, space, names(*"abcdefghi"), is_lazy=True)
+    catalog.release(local, 1)
+    catalog.lease(local, 2, space, names("h"), is_lazy=True)
+    beside = catalog.lease(local, 3, space, names(*"abcdefgh"), is_lazy=True)
+    exact = catalog.lease(local, 4, space, names(*"abcdefgh"))
+
+    assert (len(alone.blocks), alone.num_stored, alone.ended) == (3, 5, MatchEnd.NEVER_STORED)
+    assert (len(beside.blocks), beside.num_stored, beside.ended) == (5, 0, MatchEnd.LIMIT)
+    assert (len(exact.blocks), exact.ended) == (0, MatchEnd.LIMIT)
+
+
+def test_a_lazy_lease_counts_what_the_tenant_may_never_hold(catalog: Catalog, space: MemorySpace) -> None:
+    tenant = Tenant("small")
+    tenant.holds.max_units = 4
+    first, second = (catalog.join(name.ljust(16), None, tenant) for name in (b"first", b"second"))
+    store(catalog, space, *"abcdef")
+
+    alone = catalog.lease(first, 1, space, names(*"abcdef"), is_lazy=True)
+    beside = catalog.lease(second, 1, space, names(*"abcdef"), is_lazy=True)
+
+    assert (len(alone.blocks), alone.num_stored, alone.ended) == (2, 4, MatchEnd.ALL)
+    assert (len(beside.blocks), beside.num_stored, beside.ended) == (2, 0, MatchEnd.LIMIT)
+
+
+def test_a_lease_that_is_not_lazy_counts_nothing(catalog: Catalog, space: MemorySpace, local: ServedClient) -> None:
+    store(catalog, space, *"abcd")
+    store(catalog, space, *"efgh")
+
+    lease = catalog.lease(local, 1, space, names(*"abcdefgh"))
+
+    assert (len(lease.blocks), lease.num_stored, lease.ended) == (6, 0, MatchEnd.LIMIT)
+
+
 def test_a_server_without_room_says_so(
     catalog: Catalog, space: MemorySpace, local: ServedClient, remote: ServedClient
 ) -> None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import pytest
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import TierFull, TierUnavailable
 from kvtier.memory.copying import Buffer
-from kvtier.memory.lease import Lease, Reservation
+from kvtier.memory.lease import EmptyLease, Lease, Reservation
 from kvtier.memory.mapped import MappedArena
 from kvtier.testing.faults import WrappedTier
 from kvtier.testing.tier_contract import LAYOUT, chain, fetch_all, payload, payloads
@@ -38,6 +39,8 @@ class _ServerTier(WrappedTier):
         self.memory = HostTier(LAYOUT, num_blocks * LAYOUT.slot_bytes, "server")
         super().__init__(self.memory)
         self.num_ready: int | None = None
+        self.most_leased = num_blocks
+        self.leases: list[Lease] = []
         self.num_arriving: int | None = None
         self.late_s = 0.0
         self.failure: Exception | None = None
@@ -53,7 +56,14 @@ class _ServerTier(WrappedTier):
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         self._fail()
-        lease = self.memory.match(hashes, timeout_s=timeout_s)
+        num_leased = sum(lease.num_blocks for lease in self.leases if not vars(lease)["_is_over"])
+        wanted = hashes[: self.most_leased - num_leased]
+        if not wanted:
+            return EmptyLease(MatchEnd.LIMIT)
+        lease = self.memory.match(wanted, timeout_s=timeout_s)
+        self.leases.append(lease)
+        if lease.num_blocks == len(wanted) < len(hashes):
+            vars(lease)["ended"] = MatchEnd.LIMIT
         if self.num_ready is not None and lease.num_blocks:
             from_disk = vars(lease)
             from_disk["num_ready_at_match"] = from_disk["_num_ready"] = self.num_ready
@@ -183,6 +193,39 @@ def test_what_is_cached_in_part_comes_in_part(open_bench: Open, is_far: bool) ->
 
     assert ended.num_loaded == 4
     assert bench.has(hashes) == [True] * 4 + [False] * 2
+
+
+def test_more_than_a_client_may_lease_comes_in_parts(open_bench: Open) -> None:
+    tier = _ServerTier()
+    tier.most_leased = 4
+    bench = open_bench(tier)
+    hashes = chain(1, 11)
+    tier.offer(hashes[:10], payloads(hashes[:10]))
+
+    ended = bench.load(hashes, range(11))
+
+    assert ended.num_loaded == 10
+    assert bench.has(hashes) == [True] * 10 + [False]
+    assert [lease.num_blocks for lease in tier.leases] == [4, 4, 2]
+    assert sum(part.nbytes for part in ended.parts) == 10 * LAYOUT.block_bytes
+
+
+def test_a_load_waits_for_what_others_hold_until_its_deadline(open_bench: Open) -> None:
+    tier = _ServerTier()
+    tier.most_leased = 4
+    bench = open_bench(tier)
+    hashes = chain(1, 6)
+    tier.offer(hashes, payloads(hashes))
+    held = tier.match(hashes)
+    assert bench.load(hashes, range(6), timeout_s=0.05).num_loaded == 0
+
+    bench.transfer.load("b", hashes, range(6), 60.0)
+    held.release()
+
+    over: list[EndedLoad] = []
+    until(lambda: bool(over.extend(bench.transfer.loads.take()[1]) or over))
+    assert over[0].num_loaded == 6
+    assert all(bench.has(hashes))
 
 
 def test_nothing_cached_is_an_answer(open_bench: Open) -> None:
