@@ -50,7 +50,7 @@ class ServerBlocks:
             grant.given_by(connection)
         endpoint.counts.found(num_found, len(hashes))
         if not offsets:
-            return EmptyLease(matched.match_end, matched.num_stored, self._stored_in(matched))
+            return EmptyLease(matched.match_end, matched.num_stored, self._stored_in(matched, is_lazy))
         return BlockLease(
             arena,
             offsets,
@@ -63,7 +63,7 @@ class ServerBlocks:
             grant.end,
             grant.forget,
             num_stored=matched.num_stored,
-            stored_in=self._stored_in(matched),
+            stored_in=self._stored_in(matched, is_lazy),
         )
 
     def _await(self, grant: NumberedGrant, count: int) -> int:
@@ -105,9 +105,9 @@ class ServerBlocks:
             raise RemoteProtocolError("the server named blocks outside its arena")
         return offsets
 
-    def _stored_in(self, matched: wire.Matched) -> str:
-        """Where most of the match's unleased blocks are."""
+    def _stored_in(self, matched: wire.Matched, is_lazy: bool) -> str:
+        """Where most of the match's unleased blocks are, or those that are still being read."""
         num_shared = matched.num_shared if isinstance(matched, wire.SharedMatch) else 0
         if 2 * num_shared > matched.num_stored:
             return CLUSTER
-        return DISK if self._endpoint.has_disk else SERVER
+        return SERVER if is_lazy and not self._endpoint.has_disk else DISK

@@ -50,8 +50,11 @@ def test_answers_are_those_without_the_plug_in_and_after_a_reset_the_prefix_come
     assert _whole_pages(300, page_tokens) <= warm.num_cached < 300
 
 
-def test_a_prompt_longer_than_half_of_the_servers_memory_is_loaded_from_there_and_from_disk(tmp_path: Path) -> None:
+def test_a_prompt_longer_than_half_of_the_servers_memory_is_loaded_from_there_and_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client may lease half of it. With "fail", a block that is promised and not loaded fails the request."""
+    monkeypatch.setattr("kvtier.transfer.storer._BATCH_BLOCKS", 8)  # a batch of stores is a reservation, too
     prompts = [tokens_of(900, seed=seed) for seed in range(1, 5)]
     expected = answers_without_cache(model_folder(), prompts)
     options = ("--folder", str(tmp_path / "cache"), "--disk", "64MiB")
