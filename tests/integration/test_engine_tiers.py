@@ -207,6 +207,20 @@ def test_a_tier_that_is_far_too_small_changes_nothing(model: Path, expected: lis
         below.assert_nothing_held()
 
 
+def test_of_a_prompt_that_no_tier_can_keep_whole_the_beginning_is_kept(model: Path) -> None:
+    """Its end would evict it, and nothing would be found again."""
+    asked = [Question(tokens(1, LONGEST_PROMPT))]
+    with tiers("host", host_bytes=8 * BLOCK_BYTES) as below:
+        with open_engine(model, block_manager="naive", max_num_batched_tokens=32, **below.settings) as llm:
+            for _ in range(2):
+                ask(llm, asked)
+                settled(llm)
+            [again] = ask(llm, asked)
+            assert_nothing_held(llm)
+    assert answers([again]) == answers(cold(model, asked))
+    assert cached(again.outputs[0]) == {"host": 6 * BLOCK_TOKENS}
+
+
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("kind", "manager"), list(zip(TIERS, itertools.cycle(MANAGERS), strict=False)))
 def test_requests_aborted_at_any_step_leave_nothing_behind(

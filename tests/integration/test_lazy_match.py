@@ -96,3 +96,19 @@ def test_a_prompt_that_a_client_may_not_hold_whole_is_found_whole(tmp_path: Path
                 with client.match(hashes[first : first + 4]) as rest:
                     assert (rest.num_blocks, rest.fetch(into)) == (4, 4)
                 assert [bytes(block) for block in into] == payloads(NUM_BLOCKS)[first : first + 4]
+
+
+@pytest.mark.parametrize(
+    ("tcp", "options", "most"), [(False, (), 12), (True, (), None), (False, ("--disk", "8MiB"), None)]
+)
+def test_a_server_that_keeps_only_what_its_memory_holds_bounds_what_is_worth_storing_of_a_prompt(
+    tmp_path: Path, tcp: bool, options: tuple[str, ...], most: int | None
+) -> None:
+    """Over TCP, a client does not know the memory."""
+    folder = ("--folder", str(tmp_path / "disk")) if options else ()
+    with (
+        cache_server(*options, *folder, memory=str(16 * LAYOUT.slot_bytes), tcp=tcp) as server,
+        connect(server, tcp=tcp) as client,
+    ):
+        client.ping()
+        assert client.most_prompt_blocks == most

@@ -13,6 +13,7 @@ from typing import NoReturn, Self
 from kvtier.blocks.hashing import BlockHash, block_hashes
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace
+from kvtier.blocks.prompt_share import prompt_share
 from kvtier.blocks.retention import DEFAULT_PRIORITY, Granted
 from kvtier.client.admin import AskedRetention, NamespaceAdmin, RequestNote, ServerAdmin
 from kvtier.client.endpoint import Endpoint
@@ -91,6 +92,17 @@ class CacheClient:
     def has_disk(self) -> bool:
         """As reported by the server when a connection was made; False until then."""
         return self._endpoint.has_disk
+
+    @property
+    def most_prompt_blocks(self) -> int | None:
+        """The most leading blocks of a prompt that are worth storing.
+
+        None if the server keeps what leaves its memory, or if that memory is unknown: over TCP, or before a connection.
+        """
+        endpoint = self._endpoint
+        if endpoint.has_disk or endpoint.places.has_cluster or not endpoint.memory_bytes:
+            return None
+        return prompt_share(endpoint.memory_bytes // self.layout.slot_bytes)
 
     @property
     def num_returns(self) -> int:

@@ -84,7 +84,7 @@ class Endpoint:
     ) -> None:
         self.address = address
         self.is_local = isinstance(address, UnixAddress)
-        self.has_disk = False
+        self._server: wire.Welcome | None = None
         self.breaker = Breaker()
         self.counts = ServerCounts(metrics, str(address))
         self.mapping = ArenaMapping(address)
@@ -99,6 +99,16 @@ class Endpoint:
         self._has_connected = False
         self.numbers = itertools.count(1)  # for leases and reservations
         _endpoints.add(self)
+
+    @property
+    def has_disk(self) -> bool:
+        """As the server last said; False before a connection was made."""
+        return self._server is not None and self._server.has_disk
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the server on this host; 0 over TCP, and before a connection was made."""
+        return 0 if self._server is None else self._server.arena_bytes
 
     def deadline(self, timeout_s: float | None = None, nbytes: int = 0) -> float:
         """The deadline of a call within `timeout_s`, or within this client's time-out plus time for `nbytes`."""
@@ -177,7 +187,7 @@ class Endpoint:
             if self.is_local and self.mapping.attach(connection):
                 self._pool.close_idle()
             self._has_connected = True
-            self.has_disk = connection.welcome.has_disk
+            self._server = connection.welcome
             self.places.meet(connection)
             if self._opening is not None:
                 connection.space = connection.call(self._opening, wire.Opened, deadline).space

@@ -27,6 +27,11 @@ class PromptPlaces:
             self._segment_blocks = connection.segment_blocks
             self._segments = Segments(self._segment_blocks) if self._segment_blocks else None
 
+    @property
+    def has_cluster(self) -> bool:
+        """The server is above a cluster."""
+        return self._segments is not None
+
     def learn(self, hashes: Sequence[BlockHash]) -> None:
         """All of a prompt's hashes so far, from its first block on."""
         if self._segments is not None:

@@ -144,6 +144,12 @@ class Hierarchy:
             endings.append(Ending(name, num_blocks, ended))
         return HierarchyLease(num_blocks, segments, _ending(endings, num_blocks, len(hashes)))
 
+    @property
+    def most_prompt_blocks(self) -> int | None:
+        """The most leading blocks of a prompt that some tier has room for; None without a limit."""
+        limits = [guard.tier.most_prompt_blocks for guard in self._guards]
+        return max((limit for limit in limits if limit is not None), default=None) if None not in limits else None
+
     def learn(self, hashes: Sequence[BlockHash]) -> None:
         """Pass on all hashes of a prompt so far, from its first block on. Never waits."""
         for guard in self._guards:

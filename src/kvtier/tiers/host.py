@@ -17,6 +17,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.pool import BlockPool
+from kvtier.blocks.prompt_share import prompt_share
 from kvtier.blocks.retention import Granted, Retention
 from kvtier.errors import ConfigError, TierFull
 from kvtier.memory.copying import Buffer, byte_views
@@ -78,6 +79,10 @@ class HostTier(PlainTier):
     @property
     def num_blocks(self) -> int:
         return self._pool.num_units
+
+    @property
+    def most_prompt_blocks(self) -> int:
+        return prompt_share(self._pool.num_units)
 
     @property
     def num_free_blocks(self) -> int:

@@ -49,6 +49,10 @@ class RemoteTier(PlainTier):
     def generation(self) -> int:
         return self._client.num_returns
 
+    @property
+    def most_prompt_blocks(self) -> int | None:
+        return self._client.most_prompt_blocks
+
     def learn(self, hashes: Sequence[BlockHash]) -> None:
         self._client.learn(hashes)
 

@@ -63,6 +63,11 @@ class Tier(Protocol):
         ...
 
     @property
+    def most_prompt_blocks(self) -> int | None:
+        """The most leading blocks of one prompt that are worth storing; None if there is no such limit."""
+        ...
+
+    @property
     def holds_leases(self) -> bool:
         """Whether leased blocks are never evicted. Otherwise leases are weak: `fetch` may bring fewer blocks."""
         ...
@@ -195,6 +200,10 @@ class PlainTier(ABC):
     @property
     def generation(self) -> int:
         return 0
+
+    @property
+    def most_prompt_blocks(self) -> int | None:
+        return None
 
     def learn(self, hashes: Sequence[BlockHash]) -> None:  # noqa: B027  most tiers keep a block wherever it stands
         pass

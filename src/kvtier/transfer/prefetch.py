@@ -441,18 +441,19 @@ class Prefetch:
     def filled(self) -> None:
         """Offer full blocks of known tokens to the tiers, once the device has done what was handed to it.
 
-        Also offers segments that were hits in part, to a tier that keeps whole segments.
+        Of a prompt that no tier can keep whole, the beginning is offered. Also offers segments that were hits in part,
+        to a tier that keeps whole segments.
         """
         blocks, first, traffic = self.blocks, self.num_offered, self._shared.traffic
         num_full = min(blocks.num_computed, blocks.num_tokens) // blocks.block_tokens
-        if num_full > first:
+        if num_full > first and (end := traffic.worth_offering(num_full)) > first:
             blocks.extend_hashes()
             traffic.learn(blocks.hashes)
-            hashes = blocks.hashes[first:num_full]
-            traffic.storer.offer(hashes, blocks.lease(first, num_full))
+            hashes = blocks.hashes[first:end]
+            traffic.storer.offer(hashes, blocks.lease(first, end))
             if self._shared.offered_again is not None:
                 self._shared.offered_again.update(hashes)
-            self.num_offered = num_full
+            self.num_offered = end
         for start, end in self._found.take(blocks.hashes, num_full):
             traffic.storer.offer_segment(blocks.hashes[start:end], blocks.lease(start, end))
 
@@ -463,10 +464,11 @@ class Prefetch:
         self.is_announced = True
         blocks, announced = self.blocks, self._shared.announced
         blocks.extend_hashes()
-        hashes = blocks.hashes[blocks.num_filled // blocks.block_tokens :]
-        for block_hash in hashes:
+        first = blocks.num_filled // blocks.block_tokens
+        for block_hash in blocks.hashes[first:]:
             announced.setdefault(block_hash, self)
-        self._shared.traffic.storer.announce(self, hashes)
+        traffic = self._shared.traffic
+        traffic.storer.announce(self, blocks.hashes[first : traffic.worth_offering(len(blocks.hashes))])
 
     def leave(self) -> None:
         """The prompt gives up its blocks: nothing more is loaded into them. Its prefetch may begin again."""

@@ -89,6 +89,11 @@ class Traffic:
         """All hashes of a prompt so far, from its first block on; see `Tier.learn`."""
         self.hierarchy.learn(hashes)
 
+    def worth_offering(self, num_blocks: int) -> int:
+        """How many of a prompt's first `num_blocks` some tier can keep together."""
+        most = self.hierarchy.most_prompt_blocks
+        return num_blocks if most is None else min(num_blocks, most)
+
     def wake(self) -> None:
         """From any thread: end a `wait`, because there is something new to do."""
         self._woken.set()

@@ -77,6 +77,21 @@ def test_a_prompt_longer_than_half_of_the_servers_memory_is_loaded_from_there_an
     assert [answer.num_cached for answer in (*from_disk, from_memory, *together)] == [896] * 9
 
 
+def test_of_a_prompt_longer_than_a_memory_without_disk_the_beginning_is_kept() -> None:
+    """Its end would evict it, and nothing would be found again."""
+    prompt = tokens_of(900)
+    (expected,) = answers_without_cache(model_folder(), [prompt])
+    with cache_server(memory="1MiB") as server, engine(model_folder(), server.unix, max_num_batched_tokens=64) as llm:
+        for _ in range(2):
+            cold = ask_one(llm, prompt)
+            wait_until_stored(server.unix, prompt, count=384)
+            forget_prefixes(llm)
+        warm = ask_one(llm, prompt)
+
+    assert cold.tokens == warm.tokens == expected
+    assert warm.num_cached == 384
+
+
 @pytest.mark.parametrize("page_tokens", [32, 128])
 def test_a_prompt_of_full_pages_is_loaded_whole_and_goes_on_as_without_the_plug_in(
     server: ServerProcess, page_tokens: int

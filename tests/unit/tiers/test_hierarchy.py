@@ -95,6 +95,16 @@ def test_hits_and_misses_are_counted_by_tier(make_tier: MakeTier) -> None:
     assert metrics.value(metrics.missed_blocks, tier="slow") == 1
 
 
+def test_of_a_prompt_as_much_is_worth_storing_as_the_largest_tier_can_keep(make_tier: MakeTier) -> None:
+    """A tier with more below it, or whose memory is unknown, keeps all."""
+    small, large = make_tier("small", num_blocks=4), make_tier("large", num_blocks=16)
+
+    assert Hierarchy([small]).most_prompt_blocks == 3
+    assert Hierarchy([small, large]).most_prompt_blocks == 12
+    assert Hierarchy([small, WrappedTier(large)]).most_prompt_blocks is None
+    assert Hierarchy([]).most_prompt_blocks is None
+
+
 def test_a_match_of_no_hashes_is_a_match_of_all_of_them(make_tier: MakeTier) -> None:
     with Hierarchy([make_tier()]).match([]) as lease:
         assert (lease.num_blocks, lease.ended) == (0, MatchEnd.ALL)

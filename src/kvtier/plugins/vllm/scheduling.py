@@ -85,7 +85,8 @@ class SchedulerSide:
         self._unit_tokens = identity.unit_tokens
         self._settings = settings
         self._salts = RequestSalts(settings.identity)
-        self._own = OwnCache(identity.page_tokens, is_one_full=identity.block_groups.is_one_full)
+        self._is_one_full = identity.block_groups.is_one_full
+        self._own = OwnCache(identity.page_tokens, is_one_full=self._is_one_full)
         self._known = KnownPrefixes(identity.page_tokens, self._block_tokens, hash_algorithm)
         self._num_returns = client.num_returns
         self._tracked: dict[str, Tracked] = {}
@@ -464,6 +465,8 @@ class SchedulerSide:
         num_known = request.num_tokens if saves_answers else request.num_prompt_tokens
         end = min(num_tokens, num_known) // self._block_tokens
         is_all_known = not saves_answers or num_tokens // self._block_tokens <= end
+        if self._is_one_full and (most := self._client.most_prompt_blocks) is not None:
+            end = min(end, most)
         first = tracked.num_saved
         if end <= first:
             return is_all_known
