@@ -99,7 +99,7 @@ def test_a_prompt_that_a_client_may_not_hold_whole_is_found_whole(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("tcp", "options", "most"), [(False, (), 12), (True, (), None), (False, ("--disk", "8MiB"), None)]
+    ("tcp", "options", "most"), [(False, (), 14), (True, (), None), (False, ("--disk", "8MiB"), None)]
 )
 def test_a_server_that_keeps_only_what_its_memory_holds_bounds_what_is_worth_storing_of_a_prompt(
     tmp_path: Path, tcp: bool, options: tuple[str, ...], most: int | None

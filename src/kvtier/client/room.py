@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtier.blocks.prompt_share import prompt_share
+
 _UNKNOWN_BYTES = 1 << 62
 """The room of a tenant without a quota, which shares what other tenants leave: filling it shows what there is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Room in a cache's slowest tier, where blocks stay longest: free bytes, and those that can be made free.
+    """Room in a cache's slowest tier, where blocks stay longest: free bytes, and those that one prompt can have.
 
     `pinnable_bytes` may still be pinned in memory; None if pins have no limit there.
     """
@@ -30,7 +32,10 @@ def room_of(stats: dict[str, object]) -> Room:
         space = _whole(stats, "disk_file_space_bytes")
         return Room("disk", space - _whole(stats, "disk_used_bytes"), space, pinnable)
     memory = _whole(stats, "memory_bytes")
-    return Room("memory", _whole(stats, "free_bytes"), memory - _whole(stats, "pinned_bytes"), pinnable)
+    usable = memory - _whole(stats, "pinned_bytes")
+    if "cluster_nodes_up" not in stats:
+        usable = min(usable, prompt_share(memory))
+    return Room("memory", _whole(stats, "free_bytes"), usable, pinnable)
 
 
 def _tenants_room(stats: dict[str, object], pinnable: int | None) -> Room:

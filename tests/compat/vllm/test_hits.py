@@ -84,12 +84,12 @@ def test_of_a_prompt_longer_than_a_memory_without_disk_the_beginning_is_kept() -
     with cache_server(memory="1MiB") as server, engine(model_folder(), server.unix, max_num_batched_tokens=64) as llm:
         for _ in range(2):
             cold = ask_one(llm, prompt)
-            wait_until_stored(server.unix, prompt, count=384)
+            wait_until_stored(server.unix, prompt, count=448)
             forget_prefixes(llm)
         warm = ask_one(llm, prompt)
 
     assert cold.tokens == warm.tokens == expected
-    assert warm.num_cached == 384
+    assert warm.num_cached == 448
 
 
 @pytest.mark.parametrize("page_tokens", [32, 128])
@@ -209,7 +209,7 @@ def test_a_conversation_hits_the_answers_too(server: ServerProcess) -> None:
     with engine(model_folder(), server.unix) as llm:
         first = ask_one(llm, _PROMPT, max_tokens=100)
         next_prompt = _PROMPT + first.tokens + tokens_of(20, seed=9)
-        wait_until_stored(server.unix, next_prompt, count=384)
+        wait_until_stored(server.unix, next_prompt, count=448)
         forget_prefixes(llm)
         second = ask_one(llm, next_prompt)
     (expected,) = answers_without_cache(model_folder(), [next_prompt])

@@ -100,7 +100,7 @@ def test_of_a_prompt_as_much_is_worth_storing_as_the_largest_tier_can_keep(make_
     small, large = make_tier("small", num_blocks=4), make_tier("large", num_blocks=16)
 
     assert Hierarchy([small]).most_prompt_blocks == 3
-    assert Hierarchy([small, large]).most_prompt_blocks == 12
+    assert Hierarchy([small, large]).most_prompt_blocks == 14
     assert Hierarchy([small, WrappedTier(large)]).most_prompt_blocks is None
     assert Hierarchy([]).most_prompt_blocks is None
 
