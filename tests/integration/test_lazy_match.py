@@ -76,26 +76,36 @@ def test_a_server_without_a_disk_answers_as_always() -> None:
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-@pytest.mark.parametrize("has_disk", [False, True])
-def test_a_prompt_that_a_client_may_not_hold_whole_is_found_whole(tmp_path: Path, tcp: bool, has_disk: bool) -> None:
-    """Half of the client's share is leased, so that the rest can be matched piece by piece meanwhile."""
-    options = ("--folder", str(tmp_path / "disk"), "--disk", "64MiB") if has_disk else ()
-    with (
-        cache_server(*options, memory=str(16 * LAYOUT.slot_bytes), tcp=tcp) as server,
-        connect(server, tcp=tcp) as client,
-    ):
-        hashes = client.hashes(range(4 * NUM_BLOCKS))
+@pytest.mark.parametrize("num_others", [0, 2])
+def test_a_prompt_that_a_client_may_never_hold_whole_is_found_whole(tmp_path: Path, tcp: bool, num_others: int) -> None:
+    """It leases half of what it may hold now, and matches the rest piece by piece. What is not on disk yet might go."""
+    options = ("--folder", str(tmp_path / "disk"), "--disk", "64MiB")
+    memory = str(16 * LAYOUT.slot_bytes)
+    with cache_server(*options, memory=memory, tcp=tcp) as server, connect(server, tcp=tcp) as client:
+        hashes, others = client.hashes(range(4 * NUM_BLOCKS)), client.hashes(range(1000, 1008))
+        client.set(others, payloads(2))
         for first in (0, 6):
             assert client.set(hashes[first : first + 6], payloads(NUM_BLOCKS)[first : first + 6]) == 6
+        client.flush()
 
+        with client.match(others[:num_others]), client.match_lazily(hashes) as lease:
+            num_leased = (8 - num_others) // 2
+            assert (lease.num_blocks, lease.num_stored, lease.ended) == (num_leased, 12 - num_leased, MatchEnd.ALL)
+            for first in range(num_leased, NUM_BLOCKS, 3):
+                wanted = hashes[first : first + 3]
+                into = [bytearray(LAYOUT.block_bytes) for _ in wanted]
+                with client.match(wanted) as rest:
+                    assert (rest.num_blocks, rest.fetch(into)) == (len(wanted), len(wanted))
+                assert [bytes(block) for block in into] == payloads(NUM_BLOCKS)[first : first + 3]
+
+
+def test_of_a_prompt_in_memory_alone_as_much_is_found_as_may_be_leased() -> None:
+    with cache_server(memory=str(16 * LAYOUT.slot_bytes)) as server, connect(server) as client:
+        hashes = client.hashes(range(4 * NUM_BLOCKS))
+        for first in (0, 6):
+            client.set(hashes[first : first + 6], payloads(NUM_BLOCKS)[first : first + 6])
         with client.match_lazily(hashes) as lease:
-            assert (lease.num_blocks, lease.num_stored, lease.ended) == (4, 8, MatchEnd.ALL)
-            assert lease.stored_in == ("disk" if has_disk else "server")
-            for first in (4, 8):
-                into = [bytearray(LAYOUT.block_bytes) for _ in range(4)]
-                with client.match(hashes[first : first + 4]) as rest:
-                    assert (rest.num_blocks, rest.fetch(into)) == (4, 4)
-                assert [bytes(block) for block in into] == payloads(NUM_BLOCKS)[first : first + 4]
+            assert (lease.num_blocks, lease.num_stored, lease.ended) == (8, 0, MatchEnd.LIMIT)
 
 
 @pytest.mark.parametrize(

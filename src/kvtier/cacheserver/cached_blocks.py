@@ -140,34 +140,53 @@ class CachedBlocks:
         return match
 
     def find_lazily(
-        self,
-        space: MemorySpace,
-        hashes: Hashes,
-        max_blocks: int,
-        elsewhere: Elsewhere = NOWHERE,
-        *,
-        counts_beyond: bool = False,
+        self, space: MemorySpace, hashes: Hashes, max_blocks: int, most_blocks: int, elsewhere: Elsewhere = NOWHERE
     ) -> tuple[list[Block], MatchEnd, int]:
         """Reference the longest prefix in memory; count the blocks that follow it on disk, `elsewhere` or in memory.
 
-        With `counts_beyond`, those are counted, too, that follow the first `max_blocks`.
+        If more of it is in memory than the `most_blocks` that the client may ever hold, and on disk, too, half of
+        `max_blocks` is referenced, and the rest is counted: the client matches it piece by piece.
         """
         match = self.find_in_memory(space, hashes, max_blocks)
-        if match.blocks:
-            self._disk.note_used(space, hashes, len(match.blocks))
-        if match.ended is Presence.PENDING or (match.ended is Presence.READY and not counts_beyond):
-            return match.blocks, ENDED[match.ended], 0
-        rest = hashes[len(match.blocks) :]
+        blocks, ended = match.blocks, match.ended
+        if blocks:
+            self._disk.note_used(space, hashes, len(blocks))
+        is_cut = ended is Presence.READY and len(blocks) < len(hashes)
+        if is_cut:
+            num_leased = self._num_leased(space, hashes, blocks, most_blocks)
+            self.free(blocks[num_leased:])
+            if num_leased == len(blocks):
+                return blocks, MatchEnd.LIMIT, 0
+            del blocks[num_leased:]
+        elif ended is not Presence.MISS:
+            return blocks, ENDED[ended], 0
+        rest = hashes[len(blocks) :]
         stored = self._disk.contains(space, rest)
         num_stored = 0
         for block_hash, is_stored in zip(rest, stored, strict=True):
             presence = space.index.presence(block_hash)
             if presence is Presence.PENDING:
-                return match.blocks, MatchEnd.PENDING, num_stored
-            if presence is Presence.MISS and not is_stored and block_hash not in elsewhere.found:
-                return match.blocks, self._why_absent(space, block_hash, elsewhere), num_stored
+                return blocks, MatchEnd.PENDING, num_stored
+            if not is_stored and block_hash not in elsewhere.found:
+                if presence is Presence.MISS:
+                    return blocks, self._why_absent(space, block_hash, elsewhere), num_stored
+                if is_cut:  # it might be evicted before it is matched
+                    return blocks, MatchEnd.LIMIT, num_stored
             num_stored += 1
-        return match.blocks, MatchEnd.ALL, num_stored
+        return blocks, MatchEnd.ALL, num_stored
+
+    def _num_leased(self, space: MemorySpace, hashes: Hashes, blocks: Sequence[Block], most_blocks: int) -> int:
+        """How many of `blocks`, as many as a client may hold now of a prompt of which more is in memory, to lease.
+
+        All, if it may hold the prompt once it has released others, or if more blocks would not be safe without a lease.
+        """
+        rest = self.find_in_memory(space, hashes[len(blocks) :], len(hashes)).blocks
+        self.free(rest)  # as recently used as the others
+        if len(blocks) + len(rest) <= most_blocks:
+            return len(blocks)
+        half = len(blocks) // 2
+        is_safe = all(self._disk.contains(space, hashes[half : len(blocks) + 1]))
+        return half if is_safe else len(blocks)
 
     def wait(self, blocks: Sequence[Block], count: int, timeout_s: float, num_ready: int) -> int:
         """Wait until the first `count` blocks are READY; the first `num_ready` are known to be.

@@ -206,22 +206,18 @@ class Catalog:
     ) -> LeaseOutcome:
         """Lease the longest cached prefix of `hashes` to `client` under `number`; if lazy, only its part in memory."""
         elsewhere = self._look_elsewhere(space, hashes)
-        before: list[Block] = []
-        if len(hashes) > MAX_AT_ONCE:
-            before = self._lease_beginning(client, number, space, hashes, is_lazy=is_lazy)
+        before = self._lease_beginning(client, number, space, hashes) if len(hashes) > MAX_AT_ONCE else []
         with self._lock:
             try:
-                room = client.room_for(number, space, len(hashes), is_lazy=is_lazy)
+                max_blocks = max(0, client.blocks_left(number, space) - len(before))
             except TierRefused:
                 self.blocks.free(before)
                 raise
-            max_blocks = max(0, room.max_blocks - len(before))
             num_stored = 0
             rest = hashes[len(before) :] if before else hashes
             if is_lazy:
-                blocks, ended, num_stored = self.blocks.find_lazily(
-                    space, rest, max_blocks, elsewhere, counts_beyond=room.is_most
-                )
+                most_blocks = client.most_blocks(space) - len(before)
+                blocks, ended, num_stored = self.blocks.find_lazily(space, rest, max_blocks, most_blocks, elsewhere)
             else:
                 blocks, ended = self.blocks.find(space, rest, max_blocks, elsewhere)
             blocks = before + blocks if before else blocks
@@ -247,15 +243,12 @@ class Catalog:
                 break
         return self._cluster.look(space, hashes, wanted)
 
-    def _lease_beginning(
-        self, client: ServedClient, number: int, space: MemorySpace, hashes: Hashes, *, is_lazy: bool
-    ) -> list[Block]:
+    def _lease_beginning(self, client: ServedClient, number: int, space: MemorySpace, hashes: Hashes) -> list[Block]:
         """Reference the blocks in memory of a huge prompt, except its last piece. Serves others between pieces."""
         blocks: list[Block] = []
         for first in range(0, len(hashes) - MAX_AT_ONCE, MAX_AT_ONCE):
             with self._lock:
-                room = None if client.is_gone else client.room_for(number, space, len(hashes), is_lazy=is_lazy)
-                max_blocks = 0 if room is None else room.max_blocks - len(blocks)
+                max_blocks = 0 if client.is_gone else client.blocks_left(number, space) - len(blocks)
                 wanted = hashes[first : first + MAX_AT_ONCE]
                 found = self.blocks.find_in_memory(space, wanted, max(0, max_blocks)).blocks
             blocks += found

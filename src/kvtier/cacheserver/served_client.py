@@ -45,14 +45,6 @@ class Claim:
         return self.blocks[first : first + count]
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseRoom:
-    """The most blocks of a new lease. With `is_most`, the client holds nothing else that it could release for more."""
-
-    max_blocks: int
-    is_most: bool
-
-
 @dataclass(slots=True, eq=False)
 class ServedClient:
     """A client makes claims under numbers that it chooses.
@@ -89,17 +81,9 @@ class ServedClient:
         left = min(max(0, self.max_held_units - self.held_units), self.tenant.holds.left)
         return left // space.index.block_units
 
-    def room_for(self, number: int, space: MemorySpace, num_blocks: int, *, is_lazy: bool) -> LeaseRoom:
-        """How much of a prompt of `num_blocks` a new lease under `number` may cover. Raises like `blocks_left`.
-
-        Of a prompt that the client could never hold whole, a lazy lease covers half of what it may hold. It matches the
-        rest bit by bit, and nothing that it could release would help.
-        """
-        left = self.blocks_left(number, space)
-        most = min(self.max_held_units, self.tenant.holds.most) // space.index.block_units
-        if is_lazy and not self.held_units and left == most < num_blocks:
-            return LeaseRoom(most // 2, is_most=True)
-        return LeaseRoom(left, is_most=False)
+    def most_blocks(self, space: MemorySpace) -> int:
+        """How many blocks of `space` the client could hold if nothing else were held."""
+        return min(self.max_held_units, self.tenant.holds.most) // space.index.block_units
 
     def add(self, claims: dict[int, Claim], number: int, claim: Claim) -> bool:
         """Make a claim; False if its end came first, so that the caller must end it at once."""

@@ -10,7 +10,7 @@ from kvtier.client.endpoint import Endpoint
 from kvtier.client.grants import NumberedGrant
 from kvtier.client.server_connection import ServerConnection, joined
 from kvtier.errors import RemoteProtocolError, TierError, TierFull, TierUnavailable
-from kvtier.memory.lease import CLUSTER, DISK, SERVER, BlockLease, EmptyLease, Lease
+from kvtier.memory.lease import CLUSTER, DISK, BlockLease, EmptyLease, Lease
 from kvtier.memory.mapped import MappedArena
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import MAX_HASHES
@@ -50,7 +50,7 @@ class ServerBlocks:
             grant.given_by(connection)
         endpoint.counts.found(num_found, len(hashes))
         if not offsets:
-            return EmptyLease(matched.match_end, matched.num_stored, self._stored_in(matched, is_lazy))
+            return EmptyLease(matched.match_end, matched.num_stored, _stored_in(matched))
         return BlockLease(
             arena,
             offsets,
@@ -63,7 +63,7 @@ class ServerBlocks:
             grant.end,
             grant.forget,
             num_stored=matched.num_stored,
-            stored_in=self._stored_in(matched, is_lazy),
+            stored_in=_stored_in(matched),
         )
 
     def _await(self, grant: NumberedGrant, count: int) -> int:
@@ -105,9 +105,8 @@ class ServerBlocks:
             raise RemoteProtocolError("the server named blocks outside its arena")
         return offsets
 
-    def _stored_in(self, matched: wire.Matched, is_lazy: bool) -> str:
-        """Where most of the match's unleased blocks are, or those that are still being read."""
-        num_shared = matched.num_shared if isinstance(matched, wire.SharedMatch) else 0
-        if 2 * num_shared > matched.num_stored:
-            return CLUSTER
-        return SERVER if is_lazy and not self._endpoint.has_disk else DISK
+
+def _stored_in(matched: wire.Matched) -> str:
+    """Where most of the match's unleased blocks are."""
+    num_shared = matched.num_shared if isinstance(matched, wire.SharedMatch) else 0
+    return CLUSTER if 2 * num_shared > matched.num_stored else DISK

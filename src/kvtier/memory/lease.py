@@ -28,10 +28,9 @@ _Export: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
 
 _WAIT_BLOCKS = 8
 
-SERVER = "server"
 DISK = "disk"
 CLUSTER = "cluster"
-"""Values of `Lease.stored_in`: where a cache server has the blocks that a lazy match did not lease."""
+"""Values of `Lease.stored_in`: where a cache server has blocks that it must read first."""
 
 _IN_USE = "views of these blocks are still in use, by an array or another view: drop those first"
 
@@ -57,13 +56,13 @@ class Lease(Protocol):
 
     @property
     def num_stored(self) -> int:
-        """After a lazy match: the number of blocks that follow and are not leased: on disk, in a cluster, or more than
-        the client may hold. `ended` applies to the block behind those."""
+        """After a lazy match: the number of blocks that follow unleased, on disk or in a cluster. `ended` applies to the
+        block behind those."""
         ...
 
     @property
     def stored_in(self) -> str:
-        """Where most of the `num_stored` blocks are: "disk", "cluster" or "server", which is its memory."""
+        """Where most of the `num_stored` blocks are: "disk" or "cluster"."""
         ...
 
     @property

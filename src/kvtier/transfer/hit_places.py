@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-from kvtier.memory.lease import DISK, SERVER
+from kvtier.memory.lease import DISK
 from kvtier.transfer.load_news import Loaded
 
 Place: TypeAlias = Literal["memory", "disk", "cluster", "tcp"]
-_PLACES: dict[str, Place] = {SERVER: "memory", DISK: "disk", "cluster": "cluster"}
+_SERVER = "server"
+_PLACES: dict[str, Place] = {_SERVER: "memory", DISK: "disk", "cluster": "cluster"}
 
 
 def tokens_by_tier(in_memory: int, num_tokens: int, stored_in: str) -> dict[str, int]:
-    """Splits a server's `num_tokens`: `in_memory` of them are leased in its memory, the rest is in `stored_in`."""
-    if stored_in == SERVER:
-        return {SERVER: num_tokens, DISK: 0}
+    """Splits a server's `num_tokens`: `in_memory` of them are in its memory, the rest in `stored_in`."""
     others = {DISK: 0, stored_in: num_tokens - in_memory}
-    return {SERVER: in_memory, **{tier: count for tier, count in others.items() if count or tier == DISK}}
+    return {_SERVER: in_memory, **{tier: count for tier, count in others.items() if count or tier == DISK}}
 
 
 def named_parts(parts: Sequence[Loaded], stored_in: str) -> list[Loaded]:

@@ -31,6 +31,9 @@ _PAUSE_S = 1e-5
 """A pause after each half millisecond of hashing lets the scheduler's thread take its turn, possibly a long one."""
 
 _ASK_AGAIN_S = 0.005
+_MOST_ALONE = 8
+"""A prompt that meets the limit so often while nothing else is leased is longer than the limit: waiting is in vain."""
+
 _ASKING_AGAIN = 4
 """Most prompts beyond the limit that ask again within that time: those at the front of the engine's queue."""
 
@@ -130,6 +133,8 @@ class Lookup:
     """When it met the limit on leases, or a prompt before it last moved on."""
     is_patient: bool = True
     """False once it has waited for leases in vain."""
+    num_alone: int = 0
+    """How often it has asked while this engine held no other lease."""
 
     @property
     def is_idle(self) -> bool:
@@ -234,15 +239,21 @@ class Lookups:
         if lookup.lease is None or lookup.ended is not MatchEnd.LIMIT or not lookup.is_patient:
             return False
         now = time.monotonic()
+        if lookup.lease.num_blocks and lookup.num_alone >= _MOST_ALONE:
+            lookup.is_patient = False
+            return False
         lookup.waits_since = lookup.waits_since or now
         if now - lookup.waits_since > self._timeout_s:
             lookup.is_patient = False
-            self._note_moved(lookup)  # one prompt is computed at a time: those behind it may still be loaded
+            if self._loading:
+                self._note_moved(lookup)  # one prompt is computed at a time: those behind it may still be loaded
             return False
         if now - lookup.asked_at > _ASK_AGAIN_S and self._may_ask_again(now):
             if self._loading:
+                lookup.num_alone = 0
                 self.begin_again(lookup, lookup.num_tokens, lookup.first)
             else:
+                lookup.num_alone += 1
                 self._make_room(lookup)
         return True
 
@@ -300,7 +311,9 @@ class Lookups:
         """Prompts whose turn comes later release their leases."""
         leases = []
         for other in self._lookups:
-            if other.lease is not None and other not in self._loading:
+            if other in self._loading or other.lease is None:
+                continue
+            if other is lookup or other.lease.num_blocks:
                 leases.append(other.lease)
                 other.lease = None
         self.begin(lookup, lookup.num_tokens, lookup.first, leases)

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_LOADERS = 2
 _ROOM_POLL_S = 0.005
+_MAX_ROOM_POLL_S = 0.04
 _UNIT_BYTES = 16 << 20
 """Blocks from disk or TCP are copied to the device whenever this many bytes have arrived."""
 
@@ -173,15 +174,16 @@ class WorkerTransfer:
         """Bring the blocks, as many at a time as this client may lease."""
         order.deadline = time.monotonic() + order.timeout_s
         lease = self._lease(order)
-        position = 0
+        position, pause_s = 0, _ROOM_POLL_S
         while True:
             with lease:
                 num_loaded = self._bring_leased(order, lease, position)
             position += num_loaded
             if lease.ended is not MatchEnd.LIMIT or num_loaded < lease.num_blocks or position == len(order.hashes):
                 return
+            pause_s = _ROOM_POLL_S if num_loaded else min(2 * pause_s, _MAX_ROOM_POLL_S)
             if not num_loaded:  # other loads hold all that this client may hold
-                time.sleep(_ROOM_POLL_S)
+                time.sleep(pause_s)
             left_s = order.deadline - time.monotonic()
             if left_s <= 0:
                 return

@@ -200,43 +200,48 @@ def test_a_client_holds_no_more_than_it_may(catalog: Catalog, space: MemorySpace
     assert (grant.num_refused, reason) == (1, "this client may hold at most 24KiB at once")
 
 
-def test_a_lazy_lease_counts_what_a_client_alone_may_never_hold(
+def test_a_lazy_lease_counts_nothing_in_memory_that_might_be_evicted(
     catalog: Catalog, space: MemorySpace, local: ServedClient
 ) -> None:
-    """Waiting would not help it, and half of its share is left for the rest. Beside other leases it could wait."""
+    """What is on disk, too, is counted (tests/integration/test_lazy_match)."""
     store(catalog, space, *"abcd")
     store(catalog, space, *"efgh")
-    alone = catalog.lease(local, 1, space, names(*"abcdefghi"), is_lazy=True)
+
+    whole = catalog.lease(local, 1, space, names(*"abcdefgh"), is_lazy=True)
     catalog.release(local, 1)
-    catalog.lease(local, 2, space, names("h"), is_lazy=True)
-    beside = catalog.lease(local, 3, space, names(*"abcdefgh"), is_lazy=True)
-    exact = catalog.lease(local, 4, space, names(*"abcdefgh"))
+    catalog.lease(local, 2, space, names("g", "h"), is_lazy=True)
+    cut = catalog.lease(local, 3, space, names(*"abcdef"), is_lazy=True)
+    none = catalog.lease(local, 4, space, names(*"abcdefgh"), is_lazy=True)
 
-    assert (len(alone.blocks), alone.num_stored, alone.ended) == (3, 5, MatchEnd.NEVER_STORED)
-    assert (len(beside.blocks), beside.num_stored, beside.ended) == (5, 0, MatchEnd.LIMIT)
-    assert (len(exact.blocks), exact.ended) == (0, MatchEnd.LIMIT)
-
-
-def test_a_lazy_lease_counts_what_the_tenant_may_never_hold(catalog: Catalog, space: MemorySpace) -> None:
-    tenant = Tenant("small")
-    tenant.holds.max_units = 4
-    first, second = (catalog.join(name.ljust(16), None, tenant) for name in (b"first", b"second"))
-    store(catalog, space, *"abcdef")
-
-    alone = catalog.lease(first, 1, space, names(*"abcdef"), is_lazy=True)
-    beside = catalog.lease(second, 1, space, names(*"abcdef"), is_lazy=True)
-
-    assert (len(alone.blocks), alone.num_stored, alone.ended) == (2, 4, MatchEnd.ALL)
-    assert (len(beside.blocks), beside.num_stored, beside.ended) == (2, 0, MatchEnd.LIMIT)
+    assert (len(whole.blocks), whole.num_stored, whole.ended) == (6, 0, MatchEnd.LIMIT)
+    assert (len(cut.blocks), cut.num_stored, cut.ended) == (4, 0, MatchEnd.LIMIT)
+    assert (len(none.blocks), none.num_stored, none.ended) == (0, 0, MatchEnd.LIMIT)
 
 
-def test_a_lease_that_is_not_lazy_counts_nothing(catalog: Catalog, space: MemorySpace, local: ServedClient) -> None:
+def test_hits_that_a_client_may_hold_are_leased_however_long_the_prompt(
+    catalog: Catalog, space: MemorySpace, local: ServedClient
+) -> None:
+    store(catalog, space, *"abcde")
+
+    lease = catalog.lease(local, 1, space, names(*"abcdefghijklmnop"), is_lazy=True)
+
+    assert (len(lease.blocks), lease.num_stored, lease.ended) == (5, 0, MatchEnd.NEVER_STORED)
+
+
+def test_what_a_client_may_not_lease_of_its_prompt_is_as_recently_used_as_what_it_leases(
+    catalog: Catalog, space: MemorySpace, local: ServedClient
+) -> None:
+    """It is about to be matched: blocks of others make room first, then the end of the prompt."""
     store(catalog, space, *"abcd")
-    store(catalog, space, *"efgh")
+    store(catalog, space, *"efg")
+    store(catalog, space, "x")
+    lease = catalog.lease(local, 1, space, names(*"abcdefg"), is_lazy=True)
+    assert (len(lease.blocks), lease.num_stored) == (6, 0)
 
-    lease = catalog.lease(local, 1, space, names(*"abcdefgh"))
-
-    assert (len(lease.blocks), lease.num_stored, lease.ended) == (6, 0, MatchEnd.LIMIT)
+    store(catalog, space, "1")
+    assert catalog.contains(space, names(*"abcdefgx")) == bytes([1] * 7 + [0])
+    store(catalog, space, "2")
+    assert catalog.contains(space, names(*"abcdefg")) == bytes([1] * 6 + [0])
 
 
 def test_a_server_without_room_says_so(

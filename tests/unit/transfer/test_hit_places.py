@@ -16,10 +16,11 @@ from kvtier.transfer.load_news import Loaded
         (16, "disk", {"server": 16, "disk": 48}),
         (16, "cluster", {"server": 16, "disk": 0, "cluster": 48}),
         (0, "cluster", {"server": 0, "disk": 0, "cluster": 64}),
-        (16, "server", {"server": 64, "disk": 0}),
     ],
 )
-def test_what_is_not_leased_counts_where_it_is(in_memory: int, stored_in: str, counted: dict[str, int]) -> None:
+def test_what_is_not_in_memory_counts_where_it_is_read_from(
+    in_memory: int, stored_in: str, counted: dict[str, int]
+) -> None:
     assert tokens_by_tier(in_memory, 64, stored_in) == counted
 
 

@@ -37,6 +37,7 @@ class _Tier(WrappedTier):
         self.is_open = threading.Event()
         self.is_open.set()
         self.most_held = 100
+        self.cuts_at: int | None = None
         self.num_waiting = 0
         self.asked_blocks: list[int] = []
         self.leases: list[Any] = []
@@ -51,7 +52,9 @@ class _Tier(WrappedTier):
         self.asked_blocks.append(len(hashes))
         if self.num_held >= self.most_held:
             return EmptyLease(MatchEnd.LIMIT)
-        lease = self.match(hashes)
+        lease = self.match(hashes[: self.cuts_at])
+        if self.cuts_at is not None:
+            vars(lease)["ended"] = MatchEnd.LIMIT
         if lease.num_blocks:
             self.leases.append(lease)
         return lease
@@ -323,6 +326,45 @@ def test_one_prompt_at_a_time_gives_up_where_nothing_moves_on(queue: Queue) -> N
     queue.now += 1.1 * _TIMEOUT_S
     assert queue.waits() == [False, False, True, True, True, True, True]
     queue.bench.lookups.end_load(queue.holder)
+
+
+def test_a_prompt_that_meets_the_limit_alone_does_not_wait_for_long(bench: Bench) -> None:
+    """It is longer than the limit: it takes what it got."""
+    lookup = bench.lookup(1, 6, num_stored=4)
+    bench.tier.cuts_at = 3
+    bench.found(lookup)
+
+    def is_over() -> bool:
+        return (lookup.lease is not None or bench.lookups.take(lookup, 0)) and not bench.lookups.is_worth_waiting(
+            lookup
+        )
+
+    until(is_over)
+    assert lookup.num_alone == 8
+    assert (lookup.found_end, lookup.end, bench.tier.num_held) == (3, 3, 1)
+    bench.lookups.release(lookup)
+
+
+def test_all_give_up_where_nothing_loads(queue: Queue) -> None:
+    """Others hold what this client could: computing one prompt brings no other its turn."""
+    queue.bench.tier.most_held = 0
+    queue.bench.lookups.end_load(queue.holder)
+    assert queue.waits() == [True] * 7
+    queue.now += 1.1 * _TIMEOUT_S
+
+    assert queue.waits() == [False] * 7
+
+
+def test_few_prompts_ask_again_at_a_time_where_nothing_loads(queue: Queue) -> None:
+    queue.bench.tier.most_held = 0
+    queue.bench.lookups.end_load(queue.holder)
+    queue.waits()
+    num_asked = len(queue.bench.tier.asked_blocks)
+    queue.now += 1.0
+    assert queue.waits() == [True] * 7
+
+    until(lambda: all(one.lease is not None or queue.bench.lookups.take(one, 0) for one in queue.waiting))
+    assert len(queue.bench.tier.asked_blocks) == num_asked + 4
 
 
 def test_a_prompt_does_not_wait_for_those_that_came_later(queue: Queue) -> None:
