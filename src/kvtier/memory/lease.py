@@ -56,7 +56,7 @@ class Lease(Protocol):
 
     @property
     def num_stored(self) -> int:
-        """After a lazy match: the number of blocks that follow unleased, on disk or in a cluster. `ended` applies to the
+        """After a lazy match: how many blocks follow unleased, on disk or in a cluster. `ended` applies to the
         block behind those."""
         ...
 
