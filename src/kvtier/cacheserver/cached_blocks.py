@@ -153,11 +153,13 @@ class CachedBlocks:
             self._disk.note_used(space, hashes, len(blocks))
         is_cut = ended is Presence.READY and len(blocks) < len(hashes)
         if is_cut:
-            num_leased = self._num_leased(space, hashes, blocks, most_blocks)
-            self.free(blocks[num_leased:])
-            if num_leased == len(blocks):
+            more = self.find_in_memory(space, hashes[len(blocks) :], len(hashes)).blocks
+            self.free(more)  # as recently used as the others
+            half, is_longer = len(blocks) // 2, len(blocks) + len(more) > most_blocks
+            if not blocks or not is_longer or not all(self._disk.contains(space, hashes[half : len(blocks) + 1])):
                 return blocks, MatchEnd.LIMIT, 0
-            del blocks[num_leased:]
+            self.free(blocks[half:])
+            del blocks[half:]
         elif ended is not Presence.MISS:
             return blocks, ENDED[ended], 0
         rest = hashes[len(blocks) :]
@@ -174,19 +176,6 @@ class CachedBlocks:
                     return blocks, MatchEnd.LIMIT, num_stored
             num_stored += 1
         return blocks, MatchEnd.ALL, num_stored
-
-    def _num_leased(self, space: MemorySpace, hashes: Hashes, blocks: Sequence[Block], most_blocks: int) -> int:
-        """How many of `blocks`, as many as a client may hold now of a prompt of which more is in memory, to lease.
-
-        All, if it may hold the prompt once it has released others, or if more blocks would not be safe without a lease.
-        """
-        rest = self.find_in_memory(space, hashes[len(blocks) :], len(hashes)).blocks
-        self.free(rest)  # as recently used as the others
-        if len(blocks) + len(rest) <= most_blocks:
-            return len(blocks)
-        half = len(blocks) // 2
-        is_safe = all(self._disk.contains(space, hashes[half : len(blocks) + 1]))
-        return half if is_safe else len(blocks)
 
     def wait(self, blocks: Sequence[Block], count: int, timeout_s: float, num_ready: int) -> int:
         """Wait until the first `count` blocks are READY; the first `num_ready` are known to be.
