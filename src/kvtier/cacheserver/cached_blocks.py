@@ -153,11 +153,13 @@ class CachedBlocks:
             self._disk.note_used(space, hashes, len(blocks))
         is_cut = ended is Presence.READY and len(blocks) < len(hashes)
         if is_cut:
-            more = self.find_in_memory(space, hashes[len(blocks) :], len(hashes)).blocks
-            self.free(more)  # as recently used as the others
-            half, is_longer = len(blocks) // 2, len(blocks) + len(more) > most_blocks
-            if not blocks or not is_longer or not all(self._disk.contains(space, hashes[half : len(blocks) + 1])):
+            half, end = len(blocks) // 2, len(blocks)
+            is_longer = len(hashes) > most_blocks and all(
+                map(space.index.blocks.__contains__, hashes[end : most_blocks + 1])
+            )
+            if not blocks or not is_longer or not all(self._disk.contains(space, hashes[half : end + 1])):
                 return blocks, MatchEnd.LIMIT, 0
+            self.free(self.find_in_memory(space, hashes[end:], len(hashes)).blocks)  # as recently used as the others
             self.free(blocks[half:])
             del blocks[half:]
         elif ended is not Presence.MISS:

@@ -228,22 +228,6 @@ def test_hits_that_a_client_may_hold_are_leased_however_long_the_prompt(
     assert (len(lease.blocks), lease.num_stored, lease.ended) == (5, 0, MatchEnd.NEVER_STORED)
 
 
-def test_what_a_client_may_not_lease_of_its_prompt_is_as_recently_used_as_what_it_leases(
-    catalog: Catalog, space: MemorySpace, local: ServedClient
-) -> None:
-    """It is about to be matched: blocks of others make room first, then the end of the prompt."""
-    store(catalog, space, *"abcd")
-    store(catalog, space, *"efg")
-    store(catalog, space, "x")
-    lease = catalog.lease(local, 1, space, names(*"abcdefg"), is_lazy=True)
-    assert (len(lease.blocks), lease.num_stored) == (6, 0)
-
-    store(catalog, space, "1")
-    assert catalog.contains(space, names(*"abcdefgx")) == bytes([1] * 7 + [0])
-    store(catalog, space, "2")
-    assert catalog.contains(space, names(*"abcdefg")) == bytes([1] * 6 + [0])
-
-
 def test_a_server_without_room_says_so(
     catalog: Catalog, space: MemorySpace, local: ServedClient, remote: ServedClient
 ) -> None:
