@@ -27,6 +27,7 @@ class Router:
         self.held: dict[str | None, set[Place]] = {}
         self.blocks: dict[str | None, dict[Place, tuple[Any, list[int]]]] = {}
         self.stored: list[BlockStored] = []
+        self.num_cleared = 0
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
@@ -48,6 +49,7 @@ class Router:
     def _hear(self, event: Any) -> None:
         if isinstance(event, AllBlocksCleared):
             self.held, self.blocks = {}, {}
+            self.num_cleared += 1
             return
         held = self.held.setdefault(event.medium, set())
         places = {(event.group_idx, block_hash) for block_hash in event.block_hashes}
@@ -63,6 +65,18 @@ class Router:
             tokens = event.token_ids[number * event.block_size : (number + 1) * event.block_size]
             self.blocks.setdefault(event.medium, {})[event.group_idx, block_hash] = (parent, tokens)
             parent = block_hash
+
+
+def meets(llm: LLM, router: Router) -> None:
+    """What an engine publishes before its router has connected is lost: wait until it hears of a reset."""
+
+    def is_heard() -> bool:
+        llm.reset_prefix_cache()
+        ask_one(llm, tokens_of(5, seed=99), max_tokens=1)
+        router.listen()
+        return router.num_cleared > 0
+
+    wait_until(is_heard, "the router connected")
 
 
 def hears(llm: LLM, router: Router, is_so: Callable[[], bool], what: str) -> None:

@@ -31,7 +31,7 @@ from tests.compat.vllm.engines import (
     tokens_of,
     wait_until,
 )
-from tests.compat.vllm.routers import Router, hears, two_routers
+from tests.compat.vllm.routers import Router, hears, meets, two_routers
 
 _PROMPT = tokens_of(300)
 _PAGE_TOKENS = 32
@@ -54,6 +54,7 @@ def test_saved_pages_are_published_as_vllms_own_and_again_by_an_engine_that_find
 ) -> None:
     router, other = routers
     with engine(model_folder(), server.unix, kv_events_config=router.config) as llm:
+        meets(llm, router)
         ask_one(llm, _PROMPT, max_tokens=1)
         hears(llm, router, lambda: len(router.held.get("CPU", ())) == _NUM_PAGES, "pages in memory")
     own = router.blocks["GPU"]
@@ -69,6 +70,7 @@ def test_saved_pages_are_published_as_vllms_own_and_again_by_an_engine_that_find
     assert len(kinds) == 1
 
     with engine(model_folder(), server.unix, kv_events_config=other.config) as llm:
+        meets(llm, other)
         ask_one(llm, _PROMPT, max_tokens=1)
         hears(llm, other, lambda: len(other.held.get("CPU", ())) == _NUM_PAGES, "pages in memory")
 
@@ -80,6 +82,7 @@ def test_pages_that_go_to_disk_and_out_of_memory_are_told_so(tmp_path: Path, rou
     options = ("--folder", str(tmp_path / "cache"), "--disk", "64MiB")
     with cache_server(*options, folder=tmp_path, memory="2MiB") as server:
         with engine(model_folder(), server.unix, kv_events_config=router.config) as llm:
+            meets(llm, router)
             ask_one(llm, _PROMPT, max_tokens=1)
             hears(llm, router, lambda: len(router.held.get("STORAGE", ())) == _NUM_PAGES, "pages on disk")
             first = set(router.held["STORAGE"])
@@ -94,6 +97,7 @@ def test_pages_that_go_to_disk_and_out_of_memory_are_told_so(tmp_path: Path, rou
 def test_pages_that_are_evicted_or_dropped_are_told_as_removed(tmp_path: Path, router: Router) -> None:
     with cache_server(folder=tmp_path, memory="2MiB") as server:
         with engine(model_folder(), server.unix, kv_events_config=router.config) as llm:
+            meets(llm, router)
             ask_one(llm, _PROMPT, max_tokens=1)
             hears(llm, router, lambda: len(router.held.get("CPU", ())) == _NUM_PAGES, "pages in memory")
             first = set(router.held["CPU"])
@@ -112,6 +116,7 @@ def test_when_vllm_says_that_all_is_cleared_what_the_server_has_is_told_again(
     server: ServerProcess, router: Router
 ) -> None:
     with engine(model_folder(), server.unix, kv_events_config=router.config) as llm:
+        meets(llm, router)
         ask_one(llm, _PROMPT, max_tokens=1)
         hears(llm, router, lambda: len(router.held.get("CPU", ())) == _NUM_PAGES, "pages in memory")
         forget_prefixes(llm)
@@ -122,6 +127,7 @@ def test_when_vllm_says_that_all_is_cleared_what_the_server_has_is_told_again(
 @pytest.mark.nightly
 def test_answers_are_published_too(server: ServerProcess, router: Router) -> None:
     with engine(model_folder(), server.unix, kv_events_config=router.config) as llm:
+        meets(llm, router)
         answer = ask_one(llm, _PROMPT, max_tokens=100)
         hears(llm, router, lambda: len(router.held.get("CPU", ())) == 12, "pages in memory")
     known = [token for _, tokens in router.blocks["CPU"].values() for token in tokens]

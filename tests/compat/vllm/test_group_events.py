@@ -12,7 +12,7 @@ import pytest
 from kvtier.testing.servers import ServerProcess
 from tests.compat.vllm.engines import ask_one, engine, tokens_of
 from tests.compat.vllm.group_models import WINDOW_TOKENS, group_model_folder
-from tests.compat.vllm.routers import Router, hears, two_routers
+from tests.compat.vllm.routers import Router, hears, meets, two_routers
 from tests.compat.vllm.test_groups import hands_over
 
 _PROMPT = tokens_of(300)
@@ -33,6 +33,7 @@ def test_the_pages_of_every_group_are_published_as_vllms_own_and_again_by_an_eng
     router, other = routers
     folder, arguments = group_model_folder(name), _ARGUMENTS[name]
     with engine(folder, server.unix, kv_events_config=router.config, **arguments) as llm:
+        meets(llm, router)
         ask_one(llm, _PROMPT, max_tokens=1)
         hears(llm, router, lambda: _has_every_group(router), "pages of every group in memory")
     own = {block_hash: described for (_, block_hash), described in router.blocks["GPU"].items()}
@@ -45,6 +46,7 @@ def test_the_pages_of_every_group_are_published_as_vllms_own_and_again_by_an_eng
         assert windows == {None, WINDOW_TOKENS}
 
     with engine(folder, server.unix, kv_events_config=other.config, **arguments) as llm:
+        meets(llm, other)
         ask_one(llm, _PROMPT, max_tokens=1)
         hears(llm, other, lambda: _has_every_group(other), "what the second engine found")
 
