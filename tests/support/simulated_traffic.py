@@ -202,6 +202,9 @@ class SimulatedTraffic:
 
     # --- what the engine does: matching ----------------------------------------
 
+    def worth_offering(self, num_blocks: int) -> int:
+        return num_blocks
+
     def learn(self, hashes: Sequence[BlockHash]) -> None:
         self._learned.update(hashes)
 
