@@ -99,6 +99,25 @@ def test_a_prompt_that_a_client_may_never_hold_whole_is_found_whole(tmp_path: Pa
                 assert [bytes(block) for block in into] == payloads(NUM_BLOCKS)[first : first + 3]
 
 
+def test_what_is_counted_can_be_matched_however_much_is_leased(tmp_path: Path) -> None:
+    """The prompt's part in memory would be all that the client may hold: nothing of the rest could be read."""
+    options = ("--folder", str(tmp_path / "disk"), "--disk", "64MiB")
+    memory = str(16 * LAYOUT.slot_bytes)
+    with cache_server(*options, memory=memory) as server, connect(server) as client:
+        hashes = client.hashes(range(4 * NUM_BLOCKS))
+        for first in (0, 6):
+            client.set(hashes[first : first + 6], payloads(NUM_BLOCKS)[first : first + 6])
+        client.flush()
+    with cache_server(*options, memory=memory) as server, connect(server) as client:
+        with client.match(hashes[:8]) as lease:
+            assert lease.wait() == 8  # these are in memory now
+
+        with client.match_lazily(hashes) as lease:
+            assert (lease.num_blocks, lease.num_stored, lease.ended) == (4, 8, MatchEnd.ALL)
+            with client.match(hashes[8:]) as rest:
+                assert [bytes(view) for view in rest.views()] == payloads(NUM_BLOCKS)[8:]
+
+
 def test_of_a_prompt_in_memory_alone_as_much_is_found_as_may_be_leased() -> None:
     with cache_server(memory=str(16 * LAYOUT.slot_bytes)) as server, connect(server) as client:
         hashes = client.hashes(range(4 * NUM_BLOCKS))

@@ -140,44 +140,61 @@ class CachedBlocks:
         return match
 
     def find_lazily(
-        self, space: MemorySpace, hashes: Hashes, max_blocks: int, most_blocks: int, elsewhere: Elsewhere = NOWHERE
+        self,
+        space: MemorySpace,
+        hashes: Hashes,
+        max_blocks: int,
+        most_blocks: int,
+        elsewhere: Elsewhere = NOWHERE,
+        before: Sequence[Block] = (),
     ) -> tuple[list[Block], MatchEnd, int]:
         """Reference the longest prefix in memory; count the blocks that follow it on disk, `elsewhere` or in memory.
 
-        If more of it is in memory than the `most_blocks` that the client may ever hold, and on disk, too, half of
-        `max_blocks` is referenced, and the rest is counted: the client matches it piece by piece.
+        The first blocks are `before`, referenced already. If more is in memory than the `most_blocks` that the client
+        may ever hold, what is on disk, too, is counted. The client matches what is counted piece by piece: to leave it
+        room for that, at most half of `max_blocks` stays referenced if the others are on disk.
         """
-        match = self.find_in_memory(space, hashes, max_blocks)
-        blocks, ended = match.blocks, match.ended
+        match = self.find_in_memory(space, hashes[len(before) :], max_blocks - len(before))
+        blocks, ended = [*before, *match.blocks], match.ended
+        half, end = max_blocks // 2, len(blocks)
         if blocks:
-            self._disk.note_used(space, hashes, len(blocks))
-        is_cut = ended is Presence.READY and len(blocks) < len(hashes)
+            self._disk.note_used(space, hashes, end)
+        is_cut = ended is Presence.READY and end < len(hashes)
         if is_cut:
-            half, end = len(blocks) // 2, len(blocks)
             is_longer = len(hashes) > most_blocks and all(
                 map(space.index.blocks.__contains__, hashes[end : most_blocks + 1])
             )
             if not blocks or not is_longer or not all(self._disk.contains(space, hashes[half : end + 1])):
                 return blocks, MatchEnd.LIMIT, 0
             self.free(self.find_in_memory(space, hashes[end:], len(hashes)).blocks)  # as recently used as the others
-            self.free(blocks[half:])
-            del blocks[half:]
         elif ended is not Presence.MISS:
             return blocks, ENDED[ended], 0
-        rest = hashes[len(blocks) :]
-        stored = self._disk.contains(space, rest)
-        num_stored = 0
-        for block_hash, is_stored in zip(rest, stored, strict=True):
+        why, num_stored = self._count_stored(space, hashes[end:], elsewhere, is_safe=is_cut)
+        if num_stored and end > half and (is_cut or all(self._disk.contains(space, hashes[half:end]))):
+            self.free(blocks[half:])
+            del blocks[half:]
+            num_stored += end - half
+        return blocks, why, num_stored
+
+    def _count_stored(
+        self, space: MemorySpace, hashes: Hashes, elsewhere: Elsewhere, *, is_safe: bool
+    ) -> tuple[MatchEnd, int]:
+        """How many leading blocks are on disk, `elsewhere` or in memory, and why not more.
+
+        If `is_safe`, those in memory alone do not count: they might be evicted before they are matched.
+        """
+        stored = self._disk.contains(space, hashes)
+        for position, (block_hash, is_stored) in enumerate(zip(hashes, stored, strict=True)):
             presence = space.index.presence(block_hash)
             if presence is Presence.PENDING:
-                return blocks, MatchEnd.PENDING, num_stored
-            if not is_stored and block_hash not in elsewhere.found:
-                if presence is Presence.MISS:
-                    return blocks, self._why_absent(space, block_hash, elsewhere), num_stored
-                if is_cut:  # it might be evicted before it is matched
-                    return blocks, MatchEnd.LIMIT, num_stored
-            num_stored += 1
-        return blocks, MatchEnd.ALL, num_stored
+                return MatchEnd.PENDING, position
+            if is_stored or block_hash in elsewhere.found:
+                continue
+            if presence is Presence.MISS:
+                return self._why_absent(space, block_hash, elsewhere), position
+            if is_safe:
+                return MatchEnd.LIMIT, position
+        return MatchEnd.ALL, len(hashes)
 
     def wait(self, blocks: Sequence[Block], count: int, timeout_s: float, num_ready: int) -> int:
         """Wait until the first `count` blocks are READY; the first `num_ready` are known to be.

@@ -209,18 +209,20 @@ class Catalog:
         before = self._lease_beginning(client, number, space, hashes) if len(hashes) > MAX_AT_ONCE else []
         with self._lock:
             try:
-                max_blocks = max(0, client.blocks_left(number, space) - len(before))
+                max_blocks = max(len(before), client.blocks_left(number, space))
             except TierRefused:
                 self.blocks.free(before)
                 raise
             num_stored = 0
-            rest = hashes[len(before) :] if before else hashes
             if is_lazy:
-                most_blocks = client.most_blocks(space) - len(before)
-                blocks, ended, num_stored = self.blocks.find_lazily(space, rest, max_blocks, most_blocks, elsewhere)
+                most_blocks = client.most_blocks(space)
+                blocks, ended, num_stored = self.blocks.find_lazily(
+                    space, hashes, max_blocks, most_blocks, elsewhere, before
+                )
             else:
-                blocks, ended = self.blocks.find(space, rest, max_blocks, elsewhere)
-            blocks = before + blocks if before else blocks
+                rest = hashes[len(before) :] if before else hashes
+                blocks, ended = self.blocks.find(space, rest, max_blocks - len(before), elsewhere)
+                blocks = before + blocks if before else blocks
             if ended is MatchEnd.ALL and len(blocks) + num_stored < len(hashes):
                 ended = MatchEnd.LIMIT
             num_here = num_ready(blocks) if self.blocks.num_loading else len(blocks)

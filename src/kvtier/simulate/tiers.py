@@ -156,7 +156,8 @@ class _Server:
     def _match(self, hashes: list[BlockHash]) -> tuple[list[Block], int]:
         if self.disk is None:
             return self._blocks.find_in_memory(self._space, hashes, len(hashes)).blocks, 0
-        found, _, num_stored = self._blocks.find_lazily(self._space, hashes, len(hashes), len(hashes))
+        no_limit = 2 * len(hashes)
+        found, _, num_stored = self._blocks.find_lazily(self._space, hashes, no_limit, no_limit)
         return found, num_stored
 
     def _load(self, hashes: list[BlockHash]) -> list[Block]:

@@ -17,7 +17,7 @@ from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.cacheserver.catalog import Catalog
 from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
-from kvtier.cacheserver.persistence import NoDisk
+from kvtier.cacheserver.persistence import NO_DISK, Disk, NoDisk
 from kvtier.cacheserver.served_client import ServedClient
 from kvtier.cacheserver.tenants import Tenant
 from kvtier.errors import TierRefused
@@ -43,13 +43,14 @@ def clock() -> Clock:
     return Clock()
 
 
-def make_catalog(clock: Clock, leased_units: int = 6) -> Catalog:
+def make_catalog(clock: Clock, leased_units: int = 6, disk: Disk = NO_DISK) -> Catalog:
     """Room for eight blocks of one unit, of which two may be pinned."""
     return Catalog(
         8 * SLOT_ALIGN_BYTES,
         leased_bytes_per_client=leased_units * SLOT_ALIGN_BYTES,
         pinned_bytes=2 * SLOT_ALIGN_BYTES,
         lease_timeout_s=60.0,
+        disk=disk,
         clock=clock,
     )
 
@@ -216,6 +217,31 @@ def test_a_lazy_lease_counts_nothing_in_memory_that_might_be_evicted(
     assert (len(whole.blocks), whole.num_stored, whole.ended) == (6, 0, MatchEnd.LIMIT)
     assert (len(cut.blocks), cut.num_stored, cut.ended) == (4, 0, MatchEnd.LIMIT)
     assert (len(none.blocks), none.num_stored, none.ended) == (0, 0, MatchEnd.LIMIT)
+
+
+class FullDisk(NoDisk):
+    """Has everything."""
+
+    def contains(self, space: MemorySpace, hashes: Sequence[BlockHash]) -> list[bool]:
+        return [True] * len(hashes)
+
+
+@pytest.mark.parametrize("at_once", [3, 4, 5, 8])
+def test_a_prompt_that_is_looked_at_in_pieces_is_counted_whole_too(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr("kvtier.cacheserver.catalog.MAX_AT_ONCE", at_once)
+    catalog = make_catalog(clock, disk=FullDisk())
+    space, client = catalog.open(NAMESPACE, "model", 4096, 16), catalog.join(b"local".ljust(16), LOCAL_PID)
+    store(catalog, space, *"abcd")
+    store(catalog, space, *"efgh")
+
+    lease = catalog.lease(client, 1, space, names(*"abcdefgh"), is_lazy=True)
+
+    assert (len(lease.blocks), lease.num_stored, lease.ended) == (3, 5, MatchEnd.ALL)
+    assert client.held_units == 3
+    catalog.release(client, 1)
+    assert catalog.inventory.levels()["held_bytes"] == 0
 
 
 def test_hits_that_a_client_may_hold_are_leased_however_long_the_prompt(
