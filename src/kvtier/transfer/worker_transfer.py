@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 _NUM_LOADERS = 2
 _ROOM_POLL_S = 0.005
 _MAX_ROOM_POLL_S = 0.04
+_TURN_S = 0.005
+"""A load whose turn has not come holds up those behind it for as long."""
+
 _UNIT_BYTES = 16 << 20
 """Blocks from disk or TCP are copied to the device whenever this many bytes have arrived."""
 
@@ -160,34 +163,52 @@ class WorkerTransfer:
     # --- the loading threads ------------------------------------------------------------------------------------------
 
     def _load(self, order: _Order) -> None:
+        early_s = order.turn_at - time.monotonic()
+        if early_s > 0:
+            time.sleep(min(early_s, _TURN_S))
+        if (early_s > _TURN_S or self._lacks_room(order)) and self._load_later(order):
+            return
+        self.loads.end(order.ended)
+        QUICK_TURNS.end()
+
+    def _load_later(self, order: _Order) -> bool:
+        """Let other loads have their turn: this one may wait for what they hold. False if the worker ends."""
+        with contextlib.suppress(RuntimeError):
+            self._threads.submit(functools.partial(self._load, order))
+            return True
+        return False
+
+    def _lacks_room(self, order: _Order) -> bool:
+        """Bring what there is room for. True if that is not all, and there may be more later."""
         try:
-            self._bring(order)
+            return self._bring(order)
         except TierError as error:
             self._log.warning("load", "a load failed and is computed instead: %s", error)
         except Exception:
             logger.exception("a load failed and is computed instead")
-        finally:
-            self.loads.end(order.ended)
-            QUICK_TURNS.end()
+        return False
 
-    def _bring(self, order: _Order) -> None:
-        """Bring the blocks, as many at a time as this client may lease."""
-        order.deadline = time.monotonic() + order.timeout_s
+    def _bring(self, order: _Order) -> bool:
+        """Bring the blocks, as many at a time as this client may lease. True if other loads hold all that it may."""
+        order.deadline = order.deadline or time.monotonic() + order.timeout_s
         lease = self._lease(order)
-        position, pause_s = 0, _ROOM_POLL_S
         while True:
             with lease:
-                num_loaded = self._bring_leased(order, lease, position)
-            position += num_loaded
-            if lease.ended is not MatchEnd.LIMIT or num_loaded < lease.num_blocks or position == len(order.hashes):
-                return
-            pause_s = _ROOM_POLL_S if num_loaded else min(2 * pause_s, _MAX_ROOM_POLL_S)
-            if not num_loaded:  # other loads hold all that this client may hold
-                time.sleep(pause_s)
-            left_s = order.deadline - time.monotonic()
-            if left_s <= 0:
-                return
-            lease = self._tier.match(order.hashes[position:], timeout_s=left_s)
+                num_loaded = self._bring_leased(order, lease, order.position)
+            order.position += num_loaded
+            if (
+                lease.ended is not MatchEnd.LIMIT
+                or num_loaded < lease.num_blocks
+                or order.position == len(order.hashes)
+                or time.monotonic() >= order.deadline
+            ):
+                return False
+            if not num_loaded:
+                order.pause_s = min(2 * order.pause_s, _MAX_ROOM_POLL_S)
+                order.turn_at = time.monotonic() + order.pause_s
+                return True
+            order.pause_s = _ROOM_POLL_S
+            lease = self._match_rest(order)
 
     def _bring_leased(self, order: _Order, lease: Lease, first: int) -> int:
         """Bring the blocks of `lease`, which begins with block `first` of the load. Returns how many have arrived."""
@@ -215,7 +236,11 @@ class WorkerTransfer:
             lease = order.leased.lease_in(self._tier.arena, self._tier.layout.block_bytes, order.hashes)
             if lease is not None:
                 return lease
-        return self._tier.match(order.hashes, timeout_s=order.timeout_s)
+        return self._match_rest(order)
+
+    def _match_rest(self, order: _Order) -> Lease:
+        left_s = max(0.0, order.deadline - time.monotonic())
+        return self._tier.match(order.hashes[order.position :], timeout_s=left_s)
 
     def _bring_span(self, order: _Order, span: Span, *, is_last: bool) -> int:
         """Returns how many of its blocks are on the device."""
@@ -255,6 +280,11 @@ class _Order:
     timeout_s: float
     leased: LeasedBlocks | None
     deadline: float = 0.0
+    position: int = 0
+    """The blocks before this one have arrived."""
+    turn_at: float = 0.0
+    """When to ask again, if there was no room."""
+    pause_s: float = _ROOM_POLL_S
 
 
 class _TimedLoad(Load):

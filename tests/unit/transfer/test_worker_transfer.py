@@ -228,6 +228,46 @@ def test_a_load_waits_for_what_others_hold_until_its_deadline(open_bench: Open) 
     assert all(bench.has(hashes))
 
 
+def _without_room(open_bench: Open) -> tuple[Bench, list[BlockHash], Lease]:
+    """Three loads, more than there are threads, that wait for what a lease holds; and a prompt that it covers."""
+    tier = _ServerTier()
+    tier.most_leased = 4
+    bench = open_bench(tier)
+    hashes, others = chain(1, 4), chain(2, 4)
+    for some in (hashes, others):
+        tier.offer(some, payloads(some))
+    held = tier.match(hashes)
+    for key in "bcd":
+        bench.transfer.load(key, others, range(4, 8), 60.0)
+    return bench, hashes, held
+
+
+def test_loads_that_wait_for_room_hold_up_no_load_whose_blocks_are_leased(open_bench: Open) -> None:
+    """They may wait for just these leases."""
+    bench, hashes, held = _without_room(open_bench)
+    assert held.arena is not None
+    leased = LeasedBlocks(held.arena.inode, list(held.offsets))
+    bench.transfer.load("a", hashes, range(4), 60.0, leased)
+
+    over: list[EndedLoad] = []
+    until(lambda: bool(over.extend(bench.transfer.loads.take()[1]) or over))
+    assert [(ended.key, ended.num_loaded) for ended in over] == [("a", 4)]
+    held.release()
+    until(lambda: over.extend(bench.transfer.loads.take()[1]) or len(over) == 4)
+    assert {(ended.key, ended.num_loaded) for ended in over[1:]} == {(key, 4) for key in "bcd"}
+
+
+def test_a_worker_that_ends_does_not_wait_for_room(open_bench: Open) -> None:
+    bench, _, held = _without_room(open_bench)
+    started_at = time.monotonic()
+
+    bench.transfer.close()
+
+    assert time.monotonic() - started_at < WAIT_S
+    assert [ended.num_loaded for ended in bench.transfer.loads.take()[1]] == [0, 0, 0]
+    held.release()
+
+
 def test_nothing_cached_is_an_answer(open_bench: Open) -> None:
     ended = open_bench(_ServerTier()).load(chain(1, 3), range(3))
 
