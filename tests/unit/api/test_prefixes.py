@@ -108,6 +108,24 @@ def test_a_request_may_name_a_prefix_instead_of_sending_its_text(server: Running
     assert listed["last_used"] > 0
 
 
+def test_a_request_to_ollamas_api_may_name_a_prefix(below: StoringEngine) -> None:
+    config = below.config()
+    with running("openai", config) as openai, http_client(openai) as client:
+        warm(client, system="Be brief.")
+        name = {"model": "tiny", "stream": False, "prefix": "handbook"}
+        question = [{"role": "user", "content": "Who wrote it?"}]
+        with running("ollama", config) as ollama, http_client(ollama) as asking:
+            asking.post("/api/chat", json={**name, "messages": question}).raise_for_status()
+            chat = below.engine.last.prompt
+            asking.post("/api/generate", json={**name, "prompt": "Who wrote it?"}).raise_for_status()
+            generated = below.engine.last.prompt
+    assert isinstance(chat, ChatPrompt)
+    assert isinstance(generated, ChatPrompt)
+    assert [one.role for one in chat.messages] == ["system", "user"]
+    assert chat.messages[1].content == f"{DOCUMENT}\n\nWho wrote it?"
+    assert generated.messages == chat.messages
+
+
 def test_a_large_body_may_name_a_prefix(server: Running, below: StoringEngine) -> None:
     with http_client(server) as client:
         warm(client)

@@ -23,6 +23,7 @@ from kvtier.api.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from kvtier.api.ollama.options import sampling_params
 from kvtier.api.output_format import read_ollama_format
 from kvtier.api.prompt_length import check_length
+from kvtier.api.request_rules import read_prefix
 from kvtier.api.retention import DECLINED, NO_WISH, RetentionWish
 from kvtier.blocks.retention import MAX_TTL_S
 from kvtier.engine.grammar import Grammar
@@ -129,6 +130,7 @@ class _CommonFields:
     output: Grammar | None
     retention: RetentionWish
     explains: bool
+    prefix: str
 
     def load(self) -> LoadModel:
         if self.is_unload:
@@ -167,6 +169,7 @@ class _CommonFields:
             self.is_streamed,
             form=form,
             explains=self.explains,
+            prefix=self.prefix,
             retention=self.retention,
         )
 
@@ -191,6 +194,7 @@ def _read_common(body: JsonBody, engines: ModelCatalog) -> _CommonFields:
         output=read_ollama_format(body),
         retention=_read_keep_alive(body),
         explains=body.flag("explain") or False,
+        prefix=read_prefix(body),
     )
 
 

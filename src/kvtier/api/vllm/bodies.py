@@ -114,6 +114,9 @@ def pass_on(fields: Fields, model: str, path: str, salt_of: SaltOf | None, *, bo
         if bytes(fields.get(name, b"null")) != b"null" or name in merged:
             sentence = f"{name} is not supported here: kvtier decides what is loaded and stored"
             raise HttpError(400, sentence, "unsupported_parameter", name)
+    if bytes(fields.get("prefix", b"null")) != b"null":
+        sentence = "prefix is not supported here: prefixes of models that vLLM runs cannot be warmed"
+        raise HttpError(400, sentence, "unsupported_parameter", "prefix")
     previous = ""
     if path == OPENAI_RESPONSE:
         _check_request_id(fields, has_keys=salt_of is not None)

@@ -119,6 +119,7 @@ def test_headers_about_a_connection_and_keys_stay_here(serve: Serve, engines: li
         ({"vllm_xargs": {"kv_transfer_params": ["x"]}}, "kv_transfer_params"),
         ({"n": 129}, "n"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"prefix": "handbook"}, "prefix"),
     ],
 )
 def test_what_is_not_served_is_refused_in_one_sentence(
