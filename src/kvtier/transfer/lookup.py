@@ -6,6 +6,7 @@ leased until they are loaded, or until the scheduler goes on without them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -112,6 +113,8 @@ class Lookup:
     num_tokens: int = 0
     """The length of the prompt when the tier was asked."""
     asked_at: float = 0.0
+    number: int = 0
+    """Prompts that came later have higher ones."""
     root: Namespace | None = None
     hashes: list[BlockHash] = field(default_factory=list)
     lease: Lease | None = None
@@ -178,7 +181,8 @@ class Lookups:
         self._threads = threads
         self._timeout_s = timeout_s
         self._lookups: dict[Lookup, None] = {}
-        """In the order in which the prompts came."""
+        """In the order in which the prompts came, that of their numbers."""
+        self._numbers = itertools.count()
         self._loading: set[Lookup] = set()
         self._asked_again: deque[float] = deque(maxlen=_ASKING_AGAIN)
         self._log = LogLimit(logger)
@@ -187,7 +191,9 @@ class Lookups:
 
     def begin(self, lookup: Lookup, num_tokens: int, first: int = 0, to_release: Sequence[Lease] = ()) -> None:
         """Look up the full blocks from `first` on of a prompt of `num_tokens`."""
-        self._lookups[lookup] = None
+        if lookup not in self._lookups:
+            self._lookups[lookup] = None
+            lookup.number = next(self._numbers)
         lookup.first, lookup.found_end, lookup.stored_end, lookup.num_tokens = first, first, first, num_tokens
         asks = self._decision.is_match_worth_it(first, num_tokens // self._tier.layout.block_tokens)
         lookup.asked_at = time.monotonic()
@@ -245,7 +251,7 @@ class Lookups:
         lookup.waits_since = lookup.waits_since or now
         if now - lookup.waits_since > self._timeout_s:
             lookup.is_patient = False
-            if self._loading:
+            if self._is_behind_a_load(lookup):
                 self._note_moved(lookup)  # one prompt is computed at a time: those behind it may still be loaded
             return False
         if now - lookup.asked_at > _ASK_AGAIN_S and self._may_ask_again(now):
@@ -292,11 +298,15 @@ class Lookups:
         for lookup in list(self._lookups):
             self.forget(lookup)
 
+    def _is_behind_a_load(self, lookup: Lookup) -> bool:
+        """Whether a prompt that came earlier is loading. What came later and overtook it brings no other its turn."""
+        return any(other.number < lookup.number for other in self._loading)
+
     def _note_moved(self, lookup: Lookup) -> None:
         """A prompt moved on: the turn of those that came later is nearer, so they start to wait anew."""
         now = time.monotonic()
         for other in reversed(self._lookups):
-            if other is lookup:
+            if other.number <= lookup.number:
                 return
             if other.waits_since is not None:
                 other.waits_since = now

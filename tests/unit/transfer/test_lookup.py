@@ -367,15 +367,30 @@ def test_few_prompts_ask_again_at_a_time_where_nothing_loads(queue: Queue) -> No
     assert len(queue.bench.tier.asked_blocks) == num_asked + 4
 
 
-def test_a_prompt_does_not_wait_for_those_that_came_later(queue: Queue) -> None:
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_prompt_does_not_wait_for_those_that_came_later(queue: Queue, is_aborted: bool) -> None:
     late = queue.waiting.pop()
     queue.now += 0.6 * _TIMEOUT_S
     queue.bench.lookups.begin_load(late)
+    if is_aborted:
+        queue.bench.lookups.forget(late)
     queue.bench.lookups.end_load(late)
     queue.now += 0.6 * _TIMEOUT_S
 
     assert queue.waits()[0] is False
     queue.bench.lookups.end_load(queue.holder)
+
+
+def test_prompts_overtaken_by_later_ones_give_up_together(queue: Queue) -> None:
+    """Else each would wait for as long as all before it together, while new prompts that need less pass them."""
+    late = queue.waiting.pop()
+    queue.bench.lookups.begin_load(late)
+    queue.bench.lookups.end_load(queue.holder)
+    queue.bench.tier.most_held = 0
+    queue.now += 1.1 * _TIMEOUT_S
+
+    assert queue.waits() == [False] * 6
+    queue.bench.lookups.end_load(late)
 
 
 def test_few_prompts_ask_again_at_a_time(queue: Queue) -> None:
