@@ -78,17 +78,21 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A wrong block: its position in the prompt, and where it is furthest off."""
+    """The first block of a check that is off: its position in the prompt, and where it is furthest off.
+
+    It was computed upon the blocks before it as they were served: one of those may be the wrong one.
+    """
 
     position: int
     excess: Excess
 
     def sentence(self) -> str:
         """The finding in words, for logs and `/health`."""
+        wrong = f"block {self.position} of a prompt{', or one before it,' if self.position else ''} is wrong"
         if not math.isfinite(self.excess.deviation):
-            return f"block {self.position} of a prompt has values in layer {self.excess.layer} that are no numbers"
+            return f"{wrong}: it has values in layer {self.excess.layer} that are no numbers"
         return (
-            f"block {self.position} of a prompt is off by {self.excess.deviation:.0%} in layer {self.excess.layer}, "
+            f"{wrong}: it is off by {self.excess.deviation:.0%} in layer {self.excess.layer}, "
             f"{self.excess.times:.1f} times what rounding explains"
         )
 
