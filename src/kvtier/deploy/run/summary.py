@@ -20,6 +20,8 @@ def summary(
     for api, url in urls.items():
         title = {"openai": "OpenAI API", "ollama": "Ollama API"}[api]
         lines.append(f"  {title:12} {url}{'/v1' if api == 'openai' else ''}")
+    if plan.http.api.page is not None and "openai" in urls:
+        lines.append(f"  {'page':12} {urls['openai']}/")
     for engine in plan.engines:
         lines += _engine_lines(plan, engine, properties.get(engine.name, {}))
     for vllm_engine in plan.vllm_engines:

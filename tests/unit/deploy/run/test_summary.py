@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.api.config import ApiConfig, ApiKey
+from kvtier.api.config import ApiConfig, ApiKey, PageConfig
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, HttpPart, Listener
 from kvtier.deploy.run.summary import summary
@@ -32,7 +32,12 @@ _UNIX = UnixAddress("/run/kvtier-1/cache.sock")
 
 
 def _plan(
-    *listeners: Listener, keys: tuple[ApiKey, ...] = (), swap_bytes: int = 0, has_cache: bool = True, **server: object
+    *listeners: Listener,
+    keys: tuple[ApiKey, ...] = (),
+    swap_bytes: int = 0,
+    has_cache: bool = True,
+    page: PageConfig | None = None,
+    **server: object,
 ) -> DeploymentPlan:
     settings = {"memory_bytes": 256 * _MIB, "unix": _UNIX, **server}
     cache = CachePart(name="cache", server=CacheServerConfig(**settings))  # type: ignore[arg-type]
@@ -40,7 +45,7 @@ def _plan(
     return DeploymentPlan(
         caches=(cache,) if has_cache else "",
         engines=(EnginePart(name="engine-0", served_as="glm", engine=engine, socket="/run/e.sock"),),
-        http=HttpPart(name="http", api=ApiConfig(models=(), keys=keys), listeners=listeners),
+        http=HttpPart(name="http", api=ApiConfig(models=(), keys=keys, page=page), listeners=listeners),
     )
 
 
@@ -54,6 +59,14 @@ def test_addresses_are_those_that_a_client_on_this_host_can_use() -> None:
     assert "ready after 12.3 s" in text
     assert "OpenAI API   http://127.0.0.1:18080/v1\n" in text
     assert "Ollama API   http://[::1]:11434\n" in text
+
+
+def test_the_page_has_a_line_where_there_is_one() -> None:
+    openai, ollama = Listener("openai", "127.0.0.1", 0), Listener("ollama", "127.0.0.1", 0)
+
+    assert "page         http://127.0.0.1:18080/\n" in _text(_plan(openai, page=PageConfig()), 18080)
+    assert "page " not in _text(_plan(openai), 18080)
+    assert "page " not in _text(_plan(ollama, page=PageConfig()), 11434)
 
 
 def test_an_engine_is_described_with_its_blocks_in_each_tier() -> None:
