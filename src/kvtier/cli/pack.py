@@ -130,8 +130,7 @@ def import_pack(
                 check_room(client, reader)
             with _bar(header.num_blocks, header.name) as advance:
                 count = import_blocks(client, reader, advance, add)
-        absent = f"{count} of {header.num_blocks} blocks were absent"
-        click.echo(f"{called or 'without a name'}: {absent}")
+        click.echo(f"{called or 'without a name'}: {header.num_blocks} blocks, {count} of them new to the cache")
 
 
 @pack.command("inspect")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def _split(files: tuple[Path, ...], url: str | None, api_key_file: Path | None) 
 def _follow(events: Iterator[Document], name: str) -> Document:
     """Show the progress. Raises `ConfigError` if it fails."""
     prefix: Document | None = None
-    with click.progressbar(length=1, label=printable(name, 40), show_eta=True, width=30) as bar:
+    with click.progressbar(length=1, label=printable(name, 40), file=sys.stderr, width=30) as bar:
         for event in events:
             if "prefix" in event:
                 prefix = event["prefix"]

@@ -383,11 +383,14 @@ def test_a_pin_without_room_is_refused_before_anything_is_computed(tmp_path: Pat
         other = " ".join(f"other{number}" for number in range(200))
         refused = warm(client, name="two", documents=[other], pin=True)[-1]["error"]
         assert refused["code"] == "cannot_pin"
-        assert "takes 200KiB, but the cache may pin only 56KiB more" in refused["message"]
+        assert refused["message"].endswith("200KiB, but the cache may pin only 56KiB more: unpin another prefix first")
         assert below.computed == computed
         client.post(f"{PREFIXES}/same/unpin").raise_for_status()
         replaced = warm(client, name="one", documents=[other], pin=True)[-1]["prefix"]
         assert (replaced["is_pinned"], replaced["blocks"]) == (True, 50)
+        client.post(f"{PREFIXES}/one/unpin").raise_for_status()
+        refused = warm(client, name="two", documents=[DOCUMENT + other], pin=True)[-1]["error"]
+        assert refused["message"].endswith("but the cache may pin only 256KiB more: give it more memory")
 
 
 def test_a_tenant_of_the_cache_server_has_the_room_of_its_quota(tmp_path: Path) -> None:

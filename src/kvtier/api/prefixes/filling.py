@@ -138,7 +138,9 @@ class PrefixFilling:
             pinnable += before.blocks * slot_bytes
         if needed > pinnable:
             sizes = f"{format_size(needed)}, but the cache may pin only {format_size(pinnable)} more"
-            sentence = f"to pin {name} takes {sizes}: unpin it or another prefix first"
+            has_others = any(one.is_pinned and one.name != name for one in self._book)
+            advice = "unpin another prefix first" if has_others else "give it more memory"
+            sentence = f"to pin {name} takes {sizes}: {advice}"
             raise HttpError(507, sentence, "cannot_pin", "pin")
 
 
