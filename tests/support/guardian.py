@@ -23,6 +23,7 @@ _LOOK_S = 0.05
 _OF_LIBRARIES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 """Processes that a library starts once for the process that uses it, and that end with it."""
 
+_STARTING_LOOKS = 40
 _SHOWN_CHARACTERS = 200
 _guardian: subprocess.Popen[bytes] | None = None
 
@@ -92,9 +93,19 @@ def _marked(mark: str) -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
-                if wanted in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
+                if wanted in _environment(Path("/proc", entry)).split(b"\0"):
                     found.append(int(entry))
     return found
+
+
+def _environment(process: Path) -> bytes:
+    """A process that has just replaced its program has none for a moment: it is looked at again."""
+    for _ in range(_STARTING_LOOKS):
+        if environment := (process / "environ").read_bytes():
+            return environment
+        os.readlink(process / "exe")  # fails for a process that has ended and for a thread of the kernel
+        time.sleep(_LOOK_S)
+    return b""
 
 
 def _kill(pids: Iterable[int]) -> None:
