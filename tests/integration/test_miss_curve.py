@@ -9,6 +9,7 @@ import pytest
 
 import kvtier
 from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import NamespaceFields
 from kvtier.client.client import CacheClient
 from kvtier.errors import TierRefused
@@ -55,6 +56,24 @@ def test_each_prompt_is_asked_for_once_and_hits_where_it_would_fit(tcp: bool) ->
         shares = dict(curve["points"])
         assert shares[64 * LAYOUT.block_bytes] == 0
         assert shares[256 * LAYOUT.block_bytes] == pytest.approx(0.25)
+
+
+def test_a_prompt_that_waits_for_the_limit_on_leases_is_noted_once() -> None:
+    """An engine asks for it again and again, over any connection, until it gets a lease."""
+    with cache_server(memory=str(200 * LAYOUT.slot_bytes)) as server, connect(server) as client:
+        held, waiting = client.hashes(PROMPTS[0]), client.hashes(PROMPTS[1])
+        for hashes in (held, waiting):
+            for first in range(0, 60, 30):
+                client.set(hashes[first : first + 30], [bytes(LAYOUT.block_bytes)] * 30)
+        for _ in range(2):
+            with client.match_lazily(held[:60]):
+                for _ in range(5):
+                    with client.match_lazily(waiting[:60]) as lease:
+                        assert (lease.num_blocks, lease.ended) == (40, MatchEnd.LIMIT)
+            with client.match_lazily(waiting[:60]) as lease:
+                assert lease.num_blocks == 60
+
+        noted_curve(client, 4)
 
 
 @pytest.mark.slow

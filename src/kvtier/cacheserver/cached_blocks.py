@@ -169,32 +169,26 @@ class CachedBlocks:
             self.free(self.find_in_memory(space, hashes[end:], len(hashes)).blocks)  # as recently used as the others
         elif ended is not Presence.MISS:
             return blocks, ENDED[ended], 0
-        why, num_stored = self._count_stored(space, hashes[end:], elsewhere, is_safe=is_cut)
+        why, rest = MatchEnd.ALL, hashes[end:]
+        num_stored = 0
+        for block_hash, is_stored in zip(rest, self._disk.contains(space, rest), strict=True):
+            presence = space.index.presence(block_hash)
+            is_there = is_stored or block_hash in elsewhere.found
+            if presence is Presence.PENDING:
+                why = MatchEnd.PENDING
+            elif presence is Presence.MISS and not is_there:
+                why = self._why_absent(space, block_hash, elsewhere)
+            elif is_cut and not is_there:  # it might be evicted before it is matched
+                why = MatchEnd.LIMIT
+            else:
+                num_stored += 1
+                continue
+            break
         if num_stored and end > half and (is_cut or all(self._disk.contains(space, hashes[half:end]))):
             self.free(blocks[half:])
             del blocks[half:]
             num_stored += end - half
         return blocks, why, num_stored
-
-    def _count_stored(
-        self, space: MemorySpace, hashes: Hashes, elsewhere: Elsewhere, *, is_safe: bool
-    ) -> tuple[MatchEnd, int]:
-        """How many leading blocks are on disk, `elsewhere` or in memory, and why not more.
-
-        If `is_safe`, those in memory alone do not count: they might be evicted before they are matched.
-        """
-        stored = self._disk.contains(space, hashes)
-        for position, (block_hash, is_stored) in enumerate(zip(hashes, stored, strict=True)):
-            presence = space.index.presence(block_hash)
-            if presence is Presence.PENDING:
-                return MatchEnd.PENDING, position
-            if is_stored or block_hash in elsewhere.found:
-                continue
-            if presence is Presence.MISS:
-                return self._why_absent(space, block_hash, elsewhere), position
-            if is_safe:
-                return MatchEnd.LIMIT, position
-        return MatchEnd.ALL, len(hashes)
 
     def wait(self, blocks: Sequence[Block], count: int, timeout_s: float, num_ready: int) -> int:
         """Wait until the first `count` blocks are READY; the first `num_ready` are known to be.

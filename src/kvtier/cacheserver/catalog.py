@@ -51,7 +51,7 @@ class LeaseOutcome:
     """The blocks of a lease; the first `num_ready` are in memory, the others are loading.
 
     For a lazy lease, `num_stored` counts the blocks that follow on disk, in the cluster or in memory, which the lease
-    does not hold. `num_shared` of them are in the cluster.
+    does not hold. `num_shared` of them are in the cluster. `is_again`: it met the limit when the client last asked.
     """
 
     blocks: list[Block]
@@ -59,6 +59,7 @@ class LeaseOutcome:
     num_ready: int
     num_stored: int = 0
     num_shared: int = 0
+    is_again: bool = False
 
 
 def _why_refused(client: ServedClient, grant: Grant, max_blocks: int, num_units: int) -> str:
@@ -229,7 +230,9 @@ class Catalog:
             self._claim(client, client.leases, number, space, blocks)
             counted = hashes[len(blocks) : len(blocks) + num_stored] if elsewhere.found else ()
             num_shared = sum(map(elsewhere.found.__contains__, counted))
-            return LeaseOutcome(blocks, ended, num_here, num_stored, num_shared)
+            is_limited = ended is MatchEnd.LIMIT
+            is_again = bool(hashes) and client.note_ended(hashes[-1], is_limited=is_limited)
+            return LeaseOutcome(blocks, ended, num_here, num_stored, num_shared, is_again)
 
     def _look_elsewhere(self, space: MemorySpace, hashes: Hashes) -> Elsewhere:
         """Look in the cluster for the hashes neither in memory nor on disk. Waits for it, without the lock."""

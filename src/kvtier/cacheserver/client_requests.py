@@ -165,7 +165,8 @@ class ClientRequests:
         with self._split(request.hashes) as hashes:
             outcome = self._catalog.lease(self._client, request.lease, space, hashes, is_lazy=request.is_lazy)
             self._count_hits(len(outcome.blocks) + outcome.num_stored, len(hashes))
-        if outcome.ended is not MatchEnd.PENDING:  # the client repeats a pending match, or computes the block
+        # A client repeats a pending match, or computes the block; it may repeat one that met its limit, too.
+        if outcome.ended is not MatchEnd.PENDING and not outcome.is_again:
             self._note_asked(space, request.hashes, Asking.LAZY_MATCH if request.is_lazy else Asking.MATCH)
         ended = wire.ENDING_WORDS[outcome.ended]
         if not outcome.num_shared or not self._knows_places:

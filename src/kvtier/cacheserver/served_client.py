@@ -10,11 +10,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvtier.blocks.block import Block
+from kvtier.blocks.hashing import BlockHash
 from kvtier.cacheserver.namespaces import MemorySpace
 from kvtier.cacheserver.tenants import Tenant
 from kvtier.errors import TierRefused
 
 _MAX_ENDED_NUMBERS = 4096
+_MAX_LIMITED = 4096
 
 
 @dataclass(slots=True)
@@ -61,6 +63,8 @@ class ServedClient:
     reservations: dict[int, Claim] = field(default_factory=dict)
     held_units: int = 0
     ended_numbers: dict[int, None] = field(default_factory=dict)
+    limited: dict[BlockHash, None] = field(default_factory=dict)
+    """The last blocks of prompts whose latest lease met the limit: the client may ask for them again and again."""
     is_gone: bool = False
     refusals_reported: Counter[tuple[str, str]] | None = None
 
@@ -84,6 +88,16 @@ class ServedClient:
     def most_blocks(self, space: MemorySpace) -> int:
         """How many blocks of `space` the client could hold if nothing else were held."""
         return min(self.max_held_units, self.tenant.holds.most) // space.index.block_units
+
+    def note_ended(self, last: BlockHash, *, is_limited: bool) -> bool:
+        """Note whether a lease of the prompt that ends with `last` met the limit. Returns whether its last one did."""
+        was_limited = last in self.limited
+        self.limited.pop(last, None)
+        if is_limited:
+            self.limited[last] = None
+            if len(self.limited) > _MAX_LIMITED:
+                del self.limited[next(iter(self.limited))]
+        return was_limited
 
     def add(self, claims: dict[int, Claim], number: int, claim: Claim) -> bool:
         """Make a claim; False if its end came first, so that the caller must end it at once."""
