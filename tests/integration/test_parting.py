@@ -261,7 +261,7 @@ def test_an_engine_without_a_cache_server_is_asked_itself(deployment: Deployment
 
     text, document = explain("--engine", engine, request_id), explain("--engine", engine, request_id, "--json")
 
-    assert text.output == "The prompt parts from an earlier prompt of its session at token 9, in it.\n"
+    assert text.output == "The prompt parts from an earlier prompt of its session at token 9.\n"
     assert json.loads(document.output)["token"] == 9
     unknown = explain("--engine", engine, "no-such-id")
     assert (unknown.exit_code, "does not know request no-such-id" in unknown.output) == (1, True)

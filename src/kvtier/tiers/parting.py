@@ -91,9 +91,9 @@ class Parting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.how is How.REPEATED:
             return f"All {self.token} tokens of the prompt are the beginning of {other}."
         if self.token == 0:
-            return f"The prompt has no beginning in common with {other}{self._place()}."
-        part = "in its answer" if self.in_answer else "in it"
-        return f"The prompt parts from {other} at token {self.token}, {part}{self._place()}."
+            return f"The prompt has no beginning in common with {other}{self._place(': ')}."
+        place = f", in its answer{self._place(': ')}" if self.in_answer else self._place(", in ")
+        return f"The prompt parts from {other} at token {self.token}{place}."
 
     def without_text(self) -> Parting:
         """The same without text, for a deployment that does not allow it."""
@@ -106,8 +106,9 @@ class Parting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             found.insert(0, "The head changes with each prompt, so nothing behind it can be reused.")
         return found
 
-    def _place(self) -> str:
-        number = "" if self.message is None else f"message {self.message}" + (f" ({self.role})" if self.role else "")
-        text = f"cached {self.recorded!r}, now {self.now!r}" if self.recorded or self.now else ""
-        place = ": ".join(one for one in (number, text) if one)
-        return f": {place}" if place else ""
+    def _place(self, link: str) -> str:
+        """The message, after `link`, and the text, as far as they are known."""
+        role = f" ({self.role})" if self.role else ""
+        message = "" if self.message is None else f"{link}message {self.message}{role}"
+        text = f": cached {self.recorded!r}, now {self.now!r}" if self.recorded or self.now else ""
+        return message + text

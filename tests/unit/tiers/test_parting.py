@@ -34,7 +34,7 @@ def test_blocks_that_are_gone_are_told_from_tokens_that_differ(
 
     found = explanation(parting, cached=cached, ended_at=ended_at).parting_sentences()
 
-    assert found[0] == f"The prompt parts from a recorded prompt at token {token}, in it."
+    assert found[0] == f"The prompt parts from a recorded prompt at token {token}."
     assert found[1:] == [f"Some blocks of the {token} tokens in common were never stored, or are gone."] * is_lost
 
 

@@ -101,5 +101,7 @@ def test_a_sentence_says_message_and_text_as_far_as_they_are_known() -> None:
         how=How.PARTED, token=30, prompt_tokens=90, message=3, role="assistant", recorded="<think>", now="OK"
     )
     assert found.sentence() == (
-        "The prompt parts from a recorded prompt at token 30, in it: message 3 (assistant): cached '<think>', now 'OK'."
+        "The prompt parts from a recorded prompt at token 30, in message 3 (assistant): cached '<think>', now 'OK'."
     )
+    found = Parting(how=How.PARTED, token=30, prompt_tokens=90, recorded="Monday", now="Tuesday")
+    assert found.sentence() == "The prompt parts from a recorded prompt at token 30: cached 'Monday', now 'Tuesday'."
