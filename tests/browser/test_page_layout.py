@@ -130,3 +130,51 @@ def test_the_level_s_colours_are_explained_and_a_tier_has_one_name(browser: Brow
         page.goto(f"{server.url}/#prefixes")
         expect(page.get_by_role("table", name="Prefixes")).to_contain_text("memory 100%")
         expect(page.get_by_role("table", name="Prefixes")).not_to_contain_text("server")
+
+
+def test_an_amount_of_money_fits_its_card_in_one_line(browser: Browser, server: Running) -> None:
+    with opened(browser, f"{server.url}/#overview", PHONE) as page:
+        value = page.locator(".card .value").first
+        fits = value.evaluate("""(one) => {
+            one.textContent = "EUR\\u00a01234.56";
+            const range = document.createRange();
+            range.selectNodeContents(one);
+            return [range.getClientRects().length, one.scrollWidth <= one.clientWidth];
+        }""")
+    assert fits == [1, True]
+
+
+def test_what_goes_in_differs_from_what_goes_out_without_colours_and_a_chart_begins_with_a_minute(
+    browser: Browser, server: Running
+) -> None:
+    with opened(browser, f"{server.url}/#overview") as page:
+        drawn = page.evaluate("""async () => {
+            const { Chart } = await import("/page/charts.js");
+            const chart = new Chart("Bytes", { format: String });
+            document.body.append(chart.element);
+            const series = [{ label: "in", kind: "tier-disk", isDashed: true }, { label: "out", kind: "tier-disk" }];
+            chart.set(series, [[1000000000, 1000000002], [1, 2], [2, 1]], "");
+            await new Promise((done) => setTimeout(done, 100));
+            const markers = [...chart.element.querySelectorAll(".u-series:not(:first-child) .u-marker")];
+            const { min, max } = chart.plot.scales.x;
+            return [markers.map((one) => getComputedStyle(one).borderTopStyle), min, max];
+        }""")
+    assert drawn == [["dashed", "solid"], 1000000002 - 60, 1000000002]
+
+
+def test_an_explanation_does_not_cover_another_view(browser: Browser, server: Running) -> None:
+    with opened(browser, f"{server.url}/#overview") as page:
+        page.get_by_role("link", name="Requests").click()
+        page.get_by_role("button", name="Explain").first.click()
+        expect(page.locator("dialog")).to_be_visible()
+        page.go_back()
+        expect(page.locator("dialog")).to_have_count(0)
+        expect(page.locator(".card").first).to_be_visible()
+
+
+def test_the_end_of_a_name_is_shown_even_if_it_is_not_pinned(browser: Browser, server: Running) -> None:
+    body = {"name": "a-week", "documents": [" ".join(map(str, range(900, 980)))], "ttl_s": 604_800}
+    httpx.post(f"{server.url}/kvtier/v1/prefixes", json=body, timeout=LIMIT_S).raise_for_status()
+    with opened(browser, f"{server.url}/#prefixes") as page:
+        kept = page.get_by_role("row").filter(has_text="a-week").locator("td[data-label=Kept]")
+        expect(kept).to_contain_text("no; the name until ")

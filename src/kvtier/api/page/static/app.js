@@ -24,6 +24,7 @@ function open() {
   if (asked === "main" && view !== null) return main.focus();
   if (name === viewName) return;
   if (view !== null) view.close();
+  for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
   viewName = name;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.getAttribute("href") === `#${name}`) link.setAttribute("aria-current", "page");

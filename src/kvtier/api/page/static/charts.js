@@ -3,13 +3,14 @@
 import { make } from "./dom.js";
 
 const HEIGHT = 180;
+const LEAST_SPAN_S = 60;
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim() || "gray";
 }
 
 export class Chart {
-  // `series` are {label, kind}; `format` makes a label from a value; with `isStacked` each line is stacked on those before.
+  // `series` are {label, kind, isDashed}; `format` makes a label from a value; with `isStacked` each line is stacked on those before.
   constructor(title, { format, isStacked = false, x = "time", formatX = null }) {
     this.place = make("div", { class: "plot", role: "img", "aria-label": title });
     this.note = make("p", { class: "quiet" }, "");
@@ -55,11 +56,12 @@ export class Chart {
     if (this.plot !== null) this.plot.destroy();
     const { format, isStacked, x, formatX } = this.options;
     const axis = { stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false } };
-    const lines = this.series.map(({ label, kind }) => ({
+    const lines = this.series.map(({ label, kind, isDashed }) => ({
       label,
       stroke: colour(kind),
       fill: isStacked ? colour(kind) : undefined,
       width: 2,
+      dash: isDashed ? [4, 4] : undefined,
       points: { show: false },
       value: (_, value) => (value === null || value === undefined ? "–" : format(value)),
     }));
@@ -70,12 +72,12 @@ export class Chart {
       {
         width: Math.max(200, this.place.clientWidth),
         height: HEIGHT,
-        scales: { x: { time: x === "time" }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] } },
+        scales: { x: x === "time" ? { time: true, range: timeRange } : { time: false }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] } },
         axes: [
           { ...axis, values: formatX ? (_, ticks) => ticks.map(formatX) : undefined },
           { ...axis, size: 70, values: (_, ticks) => ticks.map(format) },
         ],
-        legend: { show: true, live: !isStacked },
+        legend: { show: true, live: !isStacked, markers: { dash: (plot, place) => (plot.series[place].dash ? "dashed" : "solid") } },
         cursor: { y: false },
         series: [{ value: formatX ? (_, value) => (value === null ? "–" : formatX(value)) : undefined },
           ...order.map((place) => lines[place])],
@@ -100,6 +102,11 @@ export class Chart {
     this.dark.removeEventListener("change", this.recolour);
     if (this.plot !== null) this.plot.destroy();
   }
+}
+
+// At least a minute: of a chart that has just begun, the labels would be fractions of a second.
+function timeRange(_, first, last) {
+  return [last === null ? first : Math.min(first, last - LEAST_SPAN_S), last];
 }
 
 function stacked(columns) {

@@ -48,6 +48,11 @@ export function row(columns, cells) {
     Array.isArray(cell) ? make("div", {}, cell) : cell)));
 }
 
+// A caption for those who do not see the heading above the table, which says the same.
+export function unseen(text) {
+  return make("span", { class: "unseen" }, text);
+}
+
 // A bar of parts, each a share of the whole from 0 to 1 with a class for its colour.
 export function bar(label, parts) {
   const found = make("div", { class: "bar", role: "img", "aria-label": label });

@@ -42,6 +42,10 @@ export function clock(at) {
   return at === null || at === undefined ? DASH : new Date(at * 1000).toLocaleTimeString().replace(/\s/g, GAP);
 }
 
+export function date(at) {
+  return new Date(at * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "short" }).replace(/\s(?=[AP]M)/g, GAP);
+}
+
 export function ago(at) {
   return at === null || at === undefined ? "never" : `${seconds(Math.max(0, Date.now() / 1000 - at))}${GAP}ago`;
 }

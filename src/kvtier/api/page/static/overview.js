@@ -142,7 +142,7 @@ export class Overview {
       this.moves.note.textContent = "Nothing has moved since this page was opened.";
       return;
     }
-    const series = tiers.flatMap((tier) => [{ label: `${tier} in`, kind: `${kindOf(tier)}-in` }, { label: `${tier} out`, kind: kindOf(tier) }]);
+    const series = tiers.flatMap((tier) => [{ label: `${tier} in`, kind: kindOf(tier), isDashed: true }, { label: `${tier} out`, kind: kindOf(tier) }]);
     const columns = [moves.map((one) => one.at)];
     for (const tier of tiers) {
       columns.push(moves.map((one) => (one.rates[tier] ? one.rates[tier][0] : null)));

@@ -1,8 +1,8 @@
 // Cached blocks by namespace and prefix, and the actions on them.
 
 import { follow, get, mayChange, needsKey, send } from "./api.js";
-import { ask, askText, bar, make, show, table } from "./dom.js";
-import { ago, bytes, count, inOrder, kindOf, nameOf, share, sum } from "./format.js";
+import { ask, askText, bar, make, show, table, unseen } from "./dom.js";
+import { ago, bytes, count, date, inOrder, kindOf, nameOf, share, sum } from "./format.js";
 
 const LIMIT = 200;
 const REFRESH_MS = 10000;
@@ -81,13 +81,14 @@ export class Prefixes {
 
   table(prefixes) {
     const columns = ["Name", "Tokens", "Blocks", "Size", "Tiers", "Last used", "Hits", "Kept", ""];
-    return table("Prefixes", columns, prefixes.map((prefix) => {
+    return table(unseen("Prefixes"), columns, prefixes.map((prefix) => {
       const tiers = inOrder(Object.keys(prefix.bytes_by_tier || {}));
       const everywhere = sum(prefix.bytes_by_tier) || 1; // a block may be in several tiers
       const parts = tiers.map((tier) => ({ share: prefix.bytes_by_tier[tier] / everywhere, kind: kindOf(tier), title: nameOf(tier) }));
       const text = tiers.map((tier) => `${nameOf(tier)} ${share(prefix.bytes_by_tier[tier], prefix.bytes)}`).join(", ");
-      const kept = prefix.is_pinned ? (prefix.expires_at ? `pinned until ${new Date(prefix.expires_at * 1000).toLocaleString()}` : "pinned")
-        : prefix.pinned_blocks ? `${count(prefix.pinned_blocks)} of ${count(prefix.blocks)} blocks pinned` : "no";
+      const kept = prefix.is_pinned ? (prefix.expires_at ? `pinned until ${date(prefix.expires_at)}` : "pinned")
+        : [prefix.pinned_blocks ? `${count(prefix.pinned_blocks)} of ${count(prefix.blocks)} blocks pinned` : "no",
+          prefix.expires_at && `the name until ${date(prefix.expires_at)}`].filter(Boolean).join("; ");
       return [
         prefix.name === null ? make("em", {}, "everything") : [prefix.name, prefix.key && make("small", {}, ` of ${prefix.key}`)], count(prefix.tokens), count(prefix.blocks), bytes(prefix.bytes),
         [bar(text || "in no tier", parts), make("small", {}, text)], prefix.name === null ? "–" : ago(prefix.last_used), count(prefix.hits), prefix.name === null ? "–" : kept,

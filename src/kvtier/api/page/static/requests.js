@@ -112,7 +112,7 @@ function explanation(found) {
     if (request.output_tokens !== null) add("Answer", `${count(request.output_tokens)} tokens${request.finish_reason ? `, ended by ${request.finish_reason}` : ""}`);
     if (request.ttft_s !== null) add("First token", `after ${seconds(request.ttft_s)}`);
     for (const tier of inOrder(Object.keys(request.cached_tokens))) add(`From ${nameOf(tier)}`, `${count(request.cached_tokens[tier])} tokens`);
-    if (request.reason) add("The match ended", `at token ${count(request.ended_at_tokens)}${request.tier ? `, in the ${request.tier} tier` : ""}: ${why(request)}${request.detail ? ` (${request.detail})` : ""}`);
+    if (request.reason) add("The match ended", `at token ${count(request.ended_at_tokens)}${request.tier ? `, in the ${nameOf(request.tier)} tier` : ""}: ${why(request)}${request.detail ? ` (${request.detail})` : ""}`);
   }
   const parts = [make("dl", {}, rows)];
   if (found.sentence) parts.push(make("p", {}, found.sentence));

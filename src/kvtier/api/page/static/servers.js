@@ -1,7 +1,7 @@
 // Engines, cache servers and their health; the last warnings of their logs.
 
 import { get } from "./api.js";
-import { make, show, table } from "./dom.js";
+import { make, show, table, unseen } from "./dom.js";
 import { ago, clock, count, seconds } from "./format.js";
 
 const REFRESH_MS = 10000;
@@ -29,11 +29,11 @@ export class Servers {
       one.since ? ago(one.since) : "–",
     ]);
     show(this.engines, rows.length
-      ? table("Engines", ["Name", "Model", "Kind", "Health", "Loads", "Canary", "Device", "Running", "Waiting", "Ready since"], rows)
+      ? table(unseen("Engines"), ["Name", "Model", "Kind", "Health", "Loads", "Canary", "Device", "Running", "Waiting", "Ready since"], rows)
       : make("p", { class: "quiet" }, "Engines connect to this server themselves."));
     const lost = (losses) => Object.entries(losses).map(([kind, number]) => `${kind} ${count(number)}`).join(", ") || "none";
     show(this.caches, caches.length
-      ? table("Cache servers", ["Name", "Address", "Health", "Up for", "Clients", "Leases", "Blocks", "Hit", "Missed", "Evicted", "Losses"],
+      ? table(unseen("Cache servers"), ["Name", "Address", "Health", "Up for", "Clients", "Leases", "Blocks", "Hit", "Missed", "Evicted", "Losses"],
         caches.map((one) => [
           one.name, one.address, health(one.status), seconds(one.uptime_s), count(one.clients), count(one.leases), count(one.blocks),
           count(one.hit_blocks), count(one.missed_blocks), count(one.evicted_blocks), lost(one.losses),
