@@ -110,3 +110,21 @@ def test_a_pin_of_what_is_cached_in_part_is_said_to_be_partial(browser: Browser,
         with opened(browser, server.url) as page:
             page.get_by_role("button", name="Pin rules", exact=True).click()
             expect(page.locator("main [role=status]").first).to_contain_text("10 of 15 blocks of rules are pinned")
+
+
+def test_all_that_is_cached_of_a_model_is_dropped_once_that_is_confirmed(
+    browser: Browser, below: StoringEngine
+) -> None:
+    with running("openai", config_of(below)) as server:
+        warm(server.url, "rules")
+        with opened(browser, server.url) as page:
+            drop = page.get_by_role("button", name="Drop everything of ")
+            drop.click()
+            page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+            assert below.client.list_blocks()
+            drop.click()
+            page.get_by_role("dialog").get_by_role("button", name="Drop", exact=True).click()
+            expect(page.locator("main [role=status]").first).to_have_text("Done.")
+            expect(drop).to_have_count(0)
+            expect(page.get_by_role("table", name="Prefixes")).to_contain_text("rules")
+        assert not below.client.list_blocks()

@@ -179,6 +179,19 @@ def test_what_was_dropped_is_computed_again(server: Running, below: StoringEngin
     assert len(below.computed) > before
 
 
+def test_all_of_a_namespace_is_dropped_and_names_can_be_warmed_again(server: Running, below: StoringEngine) -> None:
+    with http_client(server) as client:
+        warm(client, pin=True)
+        namespace = client.get(PREFIXES).json()["prefixes"][0]["namespace"]
+        assert client.post(f"/kvtier/v1/namespaces/{namespace}/drop").json() == {"dropped_blocks": 50}
+        [named] = client.get(PREFIXES).json()["prefixes"]
+        assert (named["name"], named["bytes"], named["pinned_blocks"]) == ("handbook", 0, 0)
+        assert not below.client.list_blocks()
+        assert warm(client)[-1]["prefix"]["pinned_blocks"] == 50
+        unknown = client.post("/kvtier/v1/namespaces/nonsense/drop")
+    assert (unknown.status_code, error_of(unknown)["code"]) == (404, "namespace_not_found")
+
+
 def test_prefixes_are_listed_with_where_they_are(server: Running, below: StoringEngine) -> None:
     with http_client(server) as client:
         warm(client, pin=True, ttl_s=3600)
@@ -469,6 +482,8 @@ def test_keys_see_their_own_and_only_an_admin_changes(below: StoringEngine) -> N
                 status = client.post(CHAT, json=chat_body("Who?", prefix="of-bob")).status_code
                 assert status == (404 if key in ("key-ann", "key-eve") else 200)
                 assert client.get(f"{PREFIXES}/of-bob").status_code == (200 if key == "key-root" else 403)
+                dropped = client.post("/kvtier/v1/namespaces/nonsense/drop")
+                assert dropped.status_code == (404 if key == "key-root" else 403)
     assert names == {
         "key-root": ["of-bob", "shared", None],
         "key-ann": ["shared"],

@@ -1,4 +1,4 @@
-"""`/kvtier/v1/prefixes`: list, warm, pin, drop and rename prefixes. docs/prefixes.md has the contract."""
+"""`/kvtier/v1/prefixes`: list, warm, pin, drop, rename; and drop a namespace. docs/prefixes.md has the contract."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ class PrefixPaths:
             Route(f"{_PATH}/{{name}}/drop", self._drop, methods=["POST"]),
             Route(f"{_PATH}/{{name}}/rename", self._rename, methods=["POST"]),
             Route(f"{_PATH}/{{name}}/add", self._add, methods=["POST"]),
+            Route("/kvtier/v1/namespaces/{namespace}/drop", self._drop_all, methods=["POST"]),
         ]
 
     async def _list(self, request: Request) -> Response:
@@ -103,6 +104,11 @@ class PrefixPaths:
     async def _drop(self, request: Request) -> Response:
         record = self._found(request)
         return self._json(request, {"dropped_blocks": await self._service.prefixes.drop(record)})
+
+    async def _drop_all(self, request: Request) -> Response:
+        self._service.access.admin(request)
+        dropped = await self._service.prefixes.drop_all(request.path_params["namespace"])
+        return self._json(request, {"dropped_blocks": dropped})
 
     async def _rename(self, request: Request) -> Response:
         record = self._found(request)

@@ -113,6 +113,14 @@ class PrefixCache:
             return client.drop(hashes)
         return 0
 
+    def drop_all(self, digest: str) -> int | None:
+        """Drop all blocks of a namespace, pinned ones, too. None if the server does not know it."""
+        known = next((one for one in self.namespaces() if one.digest == digest), None)
+        if known is None:
+            return None
+        with self._connect(known) as client:
+            return client.drop()
+
     def use(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> None:
         """Count a use of the blocks, for servers that only store reused blocks. Waits for the disk."""
         with self._opened(namespace) as client:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -196,6 +197,21 @@ class Prefixes:
             finally:
                 self._forget_places()
         return count
+
+    async def drop_all(self, namespace: str) -> int:
+        """Drop all that the models' caches have of a namespace. Names stay, without their blocks and pins.
+
+        Returns how many blocks were dropped. Raises `HttpError` if no cache knows the namespace.
+        """
+        async with self._changing:
+            try:
+                found = [await self._ask(partial(cache.drop_all, namespace)) for cache in self._servers()]
+            finally:
+                self._forget_places()
+        counts = [count for count in found if count is not None]
+        if not counts:
+            raise HttpError(404, f"no cache here has a namespace {namespace[:64]!r}", "namespace_not_found")
+        return sum(counts)
 
     async def rename(self, record: PrefixRecord, name: str) -> Prefix:
         """Raises `HttpError` if the name is taken."""
@@ -397,13 +413,17 @@ class Prefixes:
                 users.setdefault(model.hello.namespace, []).append(model.name)
         used = {namespace: ", ".join(names) for namespace, names in users.items()}
         found = []
-        for cache in {cache.address: cache for cache in self._caches.values()}.values():
+        for cache in self._servers():
             with contextlib.suppress(KvtierError):
                 known = await self._in_thread(cache.namespaces)
                 found += [(used.get(one.digest, one.name), one) for one in known if one.blocks or one.disk_blocks]
         if self._listed is before:
             self._listed = (time.monotonic(), found)
         return found
+
+    def _servers(self) -> list[PrefixCache]:
+        """Each cache server once: models share them."""
+        return list({cache.address: cache for cache in self._caches.values()}.values())
 
     async def _unpin(self, record: PrefixRecord, content: PrefixContent | None = None) -> None:
         """Unpin the prefix's blocks. Raises `KvtierError` while the cache does not answer."""

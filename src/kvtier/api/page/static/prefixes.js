@@ -92,7 +92,7 @@ export class Prefixes {
       return [
         prefix.name === null ? make("em", {}, "everything") : [prefix.name, prefix.key && make("small", {}, ` of ${prefix.key}`)], count(prefix.tokens), count(prefix.blocks), bytes(prefix.bytes),
         [bar(text || "in no tier", parts), make("small", {}, text)], prefix.name === null ? "–" : ago(prefix.last_used), count(prefix.hits), prefix.name === null ? "–" : kept,
-        prefix.name !== null && mayChange() ? this.buttons(prefix) : "",
+        mayChange() ? (prefix.name === null ? this.dropAll(prefix) : this.buttons(prefix)) : "",
       ];
     }));
   }
@@ -110,6 +110,14 @@ export class Prefixes {
       button("Drop", async () => {
         if (await ask(`Drop ${prefix.name}? Its blocks will be computed again when needed.`, "Drop")) this.change(`${path}/drop`);
       }));
+  }
+
+  dropAll({ namespace, model, blocks }) {
+    const title = `${model || "namespace"} ${namespace.slice(0, 12)}`;
+    return make("span", { class: "buttons" }, make("button", { type: "button", "aria-label": `Drop everything of ${title}`, onclick: async () => {
+      const question = `Drop all ${count(blocks)} blocks of ${title}? Names stay, without blocks and pins: warm them again.`;
+      if (await ask(question, "Drop")) this.change(`namespaces/${namespace}/drop`);
+    } }, "Drop"));
   }
 
   async change(path, body = {}) {
