@@ -107,6 +107,7 @@ def _kill_in_the_middle(model: Path, children: Nursery, transport: str, num_kill
             if round_ >= num_kills and num_partial:
                 break  # where the kills fall is chance
             seeds = [seed * 10_000 + round_ * num_prompts + number for number in range(num_prompts)]
+            num_connections = client.stats()["connections"]
             child = children.engine(
                 model,
                 seeds,
@@ -121,6 +122,8 @@ def _kill_in_the_middle(model: Path, children: Nursery, transport: str, num_kill
             child.go_on()
             wait_until(lambda num=num_before + num_stored: client.stats()["blocks"] >= num)  # type: ignore[misc]
             child.send_signal(signal.SIGKILL)
+            # The server may still have a request of the dead engine before it reads that the connection has ended.
+            wait_until(lambda num=num_connections: client.stats()["connections"] <= num)  # type: ignore[misc]
             wait_until(lambda: held(client) == NOTHING_HELD)
             for prompt_seed in seeds:
                 prompt = tokens(prompt_seed, num_tokens)
