@@ -138,6 +138,7 @@ class Page:
         span = request.query_params.get("span", "hour")
         if span not in ("hour", "day"):
             raise HttpError(400, "span must be hour or day", "invalid_value", "span")
+        await self.board.reading()  # as for requests: their tokens are counted with each reading
         history = self._view.history
         return _json({"span": span, "step_s": history.step_s(span), "steps": history.steps(span)})
 

@@ -85,6 +85,20 @@ def test_it_shows_levels_and_what_engines_noted(server: CacheServer) -> None:
     assert missing.status_code == 404
 
 
+def test_the_history_has_what_was_noted_while_nobody_looked(server: CacheServer) -> None:
+    page = PageServer(LOOPBACK, server, "unix:c.sock")
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{page.port}") as client:
+            assert client.get("/kvtier/v1/history").json()["steps"] == []
+            note(server, explanation("r-1", 16))
+            wait_until(lambda: client.get("/kvtier/v1/history").json()["steps"])
+            [step] = client.get("/kvtier/v1/history").json()["steps"]
+    finally:
+        page.close()
+
+    assert (step["prompt"], step["cached"]) == (100, {"server": 16})
+
+
 def test_what_goes_in_and_out_of_a_server_is_shown(server: CacheServer, tmp_path: Path) -> None:
     page = PageServer(LOOPBACK, server, "unix:c.sock")
     numbers = itertools.count(1)
