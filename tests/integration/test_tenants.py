@@ -338,6 +338,24 @@ def test_a_tenant_that_holds_all_it_may_keeps_nobody_else_from_theirs(tmp_path: 
                 assert alice.set(chain(seed, 12), payloads(chain(seed, 12))) == 12
 
 
+def test_a_tenants_worker_gets_what_its_scheduler_has_leased(tmp_path: Path) -> None:
+    """vLLM's scheduler leases what its workers, clients of their own over TCP, then load."""
+    with serving(tmp_path, quotas(SLOT_BYTES, alice=24, bob=24), memory="1MiB") as server:
+        with tenant(server, "alice") as scheduler, tenant(server, "alice") as worker:
+            prompts = [chain(1, 12), chain(2, 12)]
+            for hashes in prompts:
+                assert scheduler.set(hashes, payloads(hashes)) == 12
+            with contextlib.ExitStack() as leases:
+                held = [leases.enter_context(scheduler.match_lazily(hashes)) for hashes in prompts]
+                assert sum(lease.num_blocks for lease in held) == 24, "all that the tenant may hold"
+
+                for hashes in prompts:
+                    assert read_all(worker, hashes) == payloads(hashes)
+                with contextlib.ExitStack() as loads:
+                    loading = [loads.enter_context(worker.match(hashes)) for hashes in prompts]
+                    assert [lease.num_blocks for lease in loading] == [12, 12]
+
+
 def test_what_is_within_a_tenants_share_of_the_disk_stays_over_restarts(tmp_path: Path) -> None:
     text = "\n".join(f'[{name}]\ntoken = "the secret of {name}"\ndisk = "1MiB"' for name in ("alice", "bob"))
     (tmp_path / "tenants.toml").write_text(text)

@@ -210,7 +210,7 @@ class Catalog:
         before = self._lease_beginning(client, number, space, hashes) if len(hashes) > MAX_AT_ONCE else []
         with self._lock:
             try:
-                max_blocks = max(len(before), client.blocks_left(number, space))
+                max_blocks = max(len(before), client.blocks_left(number, space, hashes))
             except TierRefused:
                 self.blocks.free(before)
                 raise
@@ -253,8 +253,9 @@ class Catalog:
         blocks: list[Block] = []
         for first in range(0, len(hashes) - MAX_AT_ONCE, MAX_AT_ONCE):
             with self._lock:
-                max_blocks = 0 if client.is_gone else client.blocks_left(number, space) - len(blocks)
-                wanted = hashes[first : first + MAX_AT_ONCE]
+                end = first + MAX_AT_ONCE
+                max_blocks = 0 if client.is_gone else client.blocks_left(number, space, hashes[:end]) - len(blocks)
+                wanted = hashes[first:end]
                 found = self.blocks.find_in_memory(space, wanted, max(0, max_blocks)).blocks
             blocks += found
             if len(found) < len(wanted):
@@ -308,15 +309,16 @@ class Catalog:
         with self._lock:
             units = space.index.block_units
             most = self._pool.num_units // units
-            max_blocks = min(most, max(at_least, holds.left // units))
+            left = holds.left // units + holds.num_held(space.index.blocks, hashes)
+            max_blocks = min(most, max(at_least, left))
             blocks = self.blocks.find(space, hashes, max_blocks, elsewhere)[0]
-            holds.held_units += len(blocks) * units
+            holds.add(blocks)
             return blocks, len(blocks) < max_blocks or len(blocks) in (len(hashes), most)
 
     def return_borrowed(self, blocks: Sequence[Block], tenant: Tenant | None = None) -> None:
         holds = (self.tenants.owner if tenant is None else tenant).holds
         with self._lock:
-            holds.held_units -= sum(block.size for block in blocks)
+            holds.remove(blocks)
             self.blocks.free(blocks)
 
     def contains(self, space: MemorySpace, hashes: Hashes) -> bytes:

@@ -7,11 +7,12 @@ process ends. A remote client holds copies, so its lease may time out. Guarded b
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.blocks.block import Block
 from kvtier.blocks.hashing import BlockHash
-from kvtier.cacheserver.namespaces import MemorySpace
+from kvtier.cacheserver.namespaces import Hashes, MemorySpace
 from kvtier.cacheserver.tenants import Tenant
 from kvtier.errors import TierRefused
 
@@ -72,18 +73,22 @@ class ServedClient:
     def is_local(self) -> bool:
         return self.pid is not None
 
-    def blocks_left(self, number: int, space: MemorySpace) -> int:
-        """How many more blocks the client may hold, under the new `number`. Raises `TierRefused` if it is in use."""
+    def blocks_left(self, number: int, space: MemorySpace, hashes: Hashes = ()) -> int:
+        """How many more blocks the client may hold, under the new `number`. Raises `TierRefused` if it is in use.
+
+        More if they are the first of `hashes`, and its tenant holds some of these already.
+        """
         if self.is_gone:
             raise TierRefused("this client has already said goodbye")
         if number in self.leases or number in self.reservations:
             raise TierRefused(f"number {number} is in use")
-        return self.room_left(space)
+        return self.room_left(space, hashes)
 
-    def room_left(self, space: MemorySpace) -> int:
-        """How many more blocks of `space` the client may hold."""
-        left = min(max(0, self.max_held_units - self.held_units), self.tenant.holds.left)
-        return left // space.index.block_units
+    def room_left(self, space: MemorySpace, hashes: Hashes = ()) -> int:
+        """How many more blocks of `space` the client may hold, if they are the first of `hashes`."""
+        units, holds = space.index.block_units, self.tenant.holds
+        left = max(0, self.max_held_units - self.held_units) // units
+        return min(left, holds.left // units + holds.num_held(space.index.blocks, hashes))
 
     def most_blocks(self, space: MemorySpace) -> int:
         """How many blocks of `space` the client could hold if nothing else were held."""
@@ -102,7 +107,7 @@ class ServedClient:
     def add(self, claims: dict[int, Claim], number: int, claim: Claim) -> bool:
         """Make a claim; False if its end came first, so that the caller must end it at once."""
         claims[number] = claim
-        self._hold(claim.num_units)
+        self._hold(claim.space, claim.blocks)
         if number in self.ended_numbers:
             del self.ended_numbers[number]
             return False
@@ -111,7 +116,7 @@ class ServedClient:
     def extend(self, claim: Claim, blocks: list[Block]) -> None:
         """Add blocks to a claim."""
         claim.blocks += blocks
-        self._hold(len(blocks) * claim.space.index.block_units)
+        self._hold(claim.space, blocks)
 
     def take(self, claims: dict[int, Claim], number: int) -> Claim | None:
         """End a claim; the caller frees its blocks."""
@@ -119,7 +124,7 @@ class ServedClient:
         if claim is not None:
             claim.has_ended = True
             if not claim.num_fills:
-                self._hold(-claim.num_units)
+                self._free(claim)
         else:
             self.ended_numbers[number] = None
             if len(self.ended_numbers) > _MAX_ENDED_NUMBERS:
@@ -136,11 +141,15 @@ class ServedClient:
         claim = filling.claim
         claim.num_fills -= 1
         if claim.has_ended and not claim.num_fills:
-            self._hold(-claim.num_units)
+            self._free(claim)
 
-    def _hold(self, num_units: int) -> None:
-        self.held_units += num_units
-        self.tenant.holds.held_units += num_units
+    def _hold(self, space: MemorySpace, blocks: Sequence[Block]) -> None:
+        self.held_units += len(blocks) * space.index.block_units
+        self.tenant.holds.add(blocks)
+
+    def _free(self, claim: Claim) -> None:
+        self.held_units -= claim.num_units
+        self.tenant.holds.remove(claim.blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

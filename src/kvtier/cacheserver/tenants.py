@@ -8,16 +8,19 @@ which namespaces are its own. The file is reloaded when it changes; connections 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import threading
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from kvtier.blocks.block import Block
+from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.share import Share
@@ -65,17 +68,44 @@ class TenantSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Holds:
-    """Units that a tenant holds (leased, reserved or being sent), and its limit on them.
+    """The blocks that a tenant holds (leased, reserved or being sent), and its limit on their units.
 
-    Without `max_units`, the tenant shares the limit of a group, or has none.
+    A block that several of the tenant's clients hold counts once: a worker of vLLM loads what its scheduler has leased.
+    Without `max_units`, the tenant shares the limit of a group; without a group there is no limit, and no count.
     """
 
-    __slots__ = ("group", "held_units", "max_units")
+    __slots__ = ("_num_holders", "group", "held_units", "max_units")
 
     def __init__(self) -> None:
         self.held_units = 0
         self.max_units: int | None = None
         self.group: HoldGroup | None = None
+        self._num_holders: dict[Block, int] = {}
+
+    def add(self, blocks: Iterable[Block]) -> None:
+        if self.group is None:
+            return
+        for block in blocks:
+            num_holders = self._num_holders.get(block, 0)
+            self._num_holders[block] = num_holders + 1
+            if not num_holders:
+                self.held_units += block.size
+
+    def remove(self, blocks: Iterable[Block]) -> None:
+        if self.group is None:
+            return
+        for block in blocks:
+            num_holders = self._num_holders.pop(block) - 1
+            if num_holders:
+                self._num_holders[block] = num_holders
+            else:
+                self.held_units -= block.size
+
+    def num_held(self, blocks: Mapping[BlockHash, Block], hashes: Iterable[BlockHash]) -> int:
+        """How many of the first `hashes` are held already, so that holding them once more costs nothing."""
+        if not self._num_holders:
+            return 0
+        return sum(1 for _ in itertools.takewhile(lambda one: blocks.get(one) in self._num_holders, hashes))
 
     @property
     def left(self) -> int:

@@ -19,7 +19,7 @@ from kvtier.cacheserver.catalog import Catalog
 from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
 from kvtier.cacheserver.persistence import NO_DISK, Disk, NoDisk
 from kvtier.cacheserver.served_client import ServedClient
-from kvtier.cacheserver.tenants import Tenant
+from kvtier.cacheserver.tenants import HoldGroup, Holds, Tenant
 from kvtier.errors import TierRefused
 from kvtier.stores.disk import DiskStore
 from kvtier.stores.stored_block import StoredBlock
@@ -85,6 +85,13 @@ def store(catalog: Catalog, space: MemorySpace, *texts: str) -> None:
     assert reason == ""
     assert catalog.commit(writer, 1, 0, len(grant.blocks)) == len(texts)
     catalog.end(writer)
+
+
+def limit_owner(catalog: Catalog, max_units: int) -> Holds:
+    """The owner's holds, limited as they are beside tenants."""
+    holds = catalog.tenants.owner.holds
+    holds.group, holds.max_units = HoldGroup(), max_units
+    return holds
 
 
 def test_a_client_is_one_holder_whatever_its_connections(catalog: Catalog, local: ServedClient) -> None:
@@ -316,6 +323,7 @@ def test_what_is_being_filled_is_held_until_its_bytes_have_come(
     catalog: Catalog, space: MemorySpace, remote: ServedClient, clock: Clock, end: str
 ) -> None:
     """Else a client that fills slowly holds more than it may, and its tenant what is another's."""
+    holds = limit_owner(catalog, 8)
     grant, _ = catalog.reserve(remote, 1, space, names(*"abcdef"))
     assert len(grant.blocks) == 6  # all it may hold
     filled = catalog.fill(remote, 1, 0, 6)
@@ -328,7 +336,6 @@ def test_what_is_being_filled_is_held_until_its_bytes_have_come(
         catalog.close_reservation(remote, 1)
     else:
         catalog.end(remote)
-    holds = catalog.tenants.owner.holds
     assert holds.held_units == remote.held_units == 6
     if end == "end":
         catalog.end_filling(filled, has_arrived=False)
@@ -339,6 +346,28 @@ def test_what_is_being_filled_is_held_until_its_bytes_have_come(
         assert len(catalog.reserve(remote, 3, space, names("g", "h"))[0].blocks) == 2
         catalog.end(remote)
     assert holds.held_units == remote.held_units == 0
+
+
+def test_a_block_that_two_clients_of_a_tenant_hold_counts_once_for_it(
+    catalog: Catalog, space: MemorySpace, local: ServedClient, remote: ServedClient
+) -> None:
+    """A scheduler's lease leaves room for the worker that loads what is leased."""
+    store(catalog, space, "a", "b", "c", "d", "e")
+    holds = limit_owner(catalog, 4)
+    assert len(catalog.lease(local, 1, space, names(*"abcd")).blocks) == 4
+
+    assert len(catalog.lease(remote, 1, space, names(*"abcde")).blocks) == 4
+    assert catalog.lease(remote, 2, space, names("e")).ended is MatchEnd.LIMIT
+    borrowed, is_all = catalog.borrow(space, names(*"abcd"))
+    assert (len(borrowed), is_all) == (4, True)
+    assert holds.held_units == 4
+
+    catalog.release(local, 1)
+    catalog.return_borrowed(borrowed)
+    assert holds.held_units == 4
+    catalog.release(remote, 1)
+    assert holds.held_units == 0
+    assert len(catalog.lease(local, 3, space, names("e")).blocks) == 1
 
 
 def test_what_is_not_committed_is_given_back_with_its_reservation(
