@@ -174,7 +174,8 @@ class RecoveringStore:
         for space in shown:
             logger.info("recover %d blocks. info: %s", 0 if space is None else len(space.index), store.info(space))
         if store.losses:
-            logger.warning("disk store %s lost: %s", self.folder, dict(store.losses))
+            losses = ", ".join(f"{count} ({kind})" for kind, count in store.losses.items())
+            logger.warning("disk store %s lost: %s", self.folder, losses)
         return store
 
     def _drop_outstanding(self, store: DiskStore) -> None:
