@@ -23,11 +23,11 @@ from tests.support.actors import (
     payloads,
     read_all,
     restarted,
-    wait_until,
 )
 from tests.support.c_programs import c_actor, c_program
 from tests.support.hostile_server import HostileServer
 from tests.support.lying_proxy import LIES, LyingProxy
+from tests.support.waiting import wait_until
 
 _MEMORY = str(128 * LAYOUT.slot_bytes)
 _INVALID, _UNAVAILABLE, _TIMEOUT, _REFUSED, _FULL = range(1, 6)

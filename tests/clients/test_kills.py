@@ -12,8 +12,9 @@ import pytest
 
 from kvtier.client.client import CacheClient
 from kvtier.testing.servers import cache_server
-from tests.support.actors import LAYOUT, NOTHING_HELD, Actor, actor, chain, held, open_client, payload, wait_until
+from tests.support.actors import LAYOUT, NOTHING_HELD, Actor, actor, chain, held, open_client, payload
 from tests.support.c_programs import CProgram, c_actor
+from tests.support.waiting import wait_until
 
 _NUM_PROMPTS, _NUM_BLOCKS = 12, 24
 _MIN_KILLED = 8

@@ -14,9 +14,9 @@ import pytest
 from kvtier.testing.servers import cache_server
 from kvtier.vineyard import FileCacheConfig, KVCache, KVTensor, VineyardCacheConfig
 from scripts import wire_vectors
-from tests.support.actors import held, open_client, wait_until
+from tests.support.actors import held, open_client
 from tests.support.c_programs import CProgram, c_program
-from tests.support.waiting import CALL_S, LIMIT_S
+from tests.support.waiting import CALL_S, LIMIT_S, wait_until
 
 _TENSOR_BYTES, _LAYERS, _CHUNK = 80, 3, 4
 _NAME = "a tree é"

@@ -18,7 +18,6 @@ from kvtier.testing.servers import cache_server
 from kvtier.testing.tiny_models import save_tiny_model
 from kvtier.tiers.explaining import explain_request
 from kvtier.tiers.explanation import MatchEnd
-from tests.support.actors import wait_until
 from tests.support.tiered_engines import (
     GREEDY,
     Question,
@@ -30,7 +29,7 @@ from tests.support.tiered_engines import (
     tiers,
     tokens,
 )
-from tests.support.waiting import CALL_S
+from tests.support.waiting import CALL_S, wait_until
 
 torch.set_num_threads(1)
 

@@ -24,8 +24,8 @@ from tests.support.actors import (
     payloads,
     read_all,
     stays,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 
 _MEMORY = 128 * LAYOUT.slot_bytes
 

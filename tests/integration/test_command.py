@@ -33,9 +33,8 @@ from tests.support.actors import (
     raw_socket,
     read_all,
     receive_message,
-    wait_until,
 )
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:

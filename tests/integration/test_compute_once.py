@@ -18,6 +18,7 @@ from kvtier.client.client import CacheClient
 from kvtier.observe.metrics import TierMetrics
 from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.testing.servers import cache_server
+from kvtier.testing.signals import send_signal
 from kvtier.testing.tier_contract import LAYOUT, NAMESPACE, chain, fetch_all, payloads
 from kvtier.tiers.cluster import ClusterTier, open_cluster_tier
 from tests.support.clustered_servers import SEGMENT, client_above, cluster_flags, connected
@@ -182,7 +183,7 @@ def test_an_engine_that_is_killed_or_hangs_is_waited_for_no_longer(cluster: Valk
     try:
         with engine_tier(cluster) as other:
             wait_until(lambda: ended(other, hashes)[1] is MatchEnd.PENDING)
-            process.send_signal(signal.SIGSTOP if is_stopped else signal.SIGKILL)
+            send_signal(process.pid, signal.SIGSTOP if is_stopped else signal.SIGKILL)
             wait_until(lambda: ended(other, hashes)[1] is MatchEnd.NEVER_STORED)
     finally:
         process.kill()

@@ -14,8 +14,8 @@ from kvtier import BlockHash, KvLayout, Namespace
 from kvtier.client.client import CacheClient
 from kvtier.errors import KvtierError, TierFull, TierRefused
 from kvtier.testing.servers import start_cache_server
-from tests.support.actors import NOTHING_HELD, held, payload, wait_until
-from tests.support.waiting import CALL_S
+from tests.support.actors import NOTHING_HELD, held, payload
+from tests.support.waiting import CALL_S, wait_until
 
 _LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=128, dtype="float16", block_tokens=16)
 _BLOCK_BYTES = _LAYOUT.block_bytes  # 16 KiB

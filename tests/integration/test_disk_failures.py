@@ -42,10 +42,9 @@ from tests.support.actors import (
     payload,
     payloads,
     read_all,
-    wait_until,
 )
 from tests.support.faulty_files import FaultyFiles
-from tests.support.waiting import CALL_S, LIMIT_S
+from tests.support.waiting import CALL_S, LIMIT_S, wait_until
 
 _DATA_NAME = "blocks.kvtier"
 _needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")

@@ -36,10 +36,9 @@ from tests.support.actors import (
     open_client,
     payloads,
     read_all,
-    wait_until,
 )
 from tests.support.faulty_files import FaultyFiles
-from tests.support.waiting import CALL_S, LIMIT_S
+from tests.support.waiting import CALL_S, LIMIT_S, wait_until
 
 _DATA_NAME = "blocks.kvtier"
 _SLOT_BYTES = LAYOUT.slot_bytes

@@ -17,8 +17,8 @@ from kvtier.errors import ConfigError, EngineStopped
 from kvtier.testing.servers import cache_server
 from kvtier.testing.tiny_models import save_tiny_model
 from kvtier.transfer.device_lease import DeviceLease
-from tests.support.actors import wait_until
 from tests.support.tiered_engines import tokens
+from tests.support.waiting import wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SOME = [tokens(seed, 200) for seed in range(6)]

@@ -19,8 +19,7 @@ from kvtier.engine.schedule.step import Step
 from kvtier.errors import AnswerFailed, EngineStopped, InvalidParameter, PromptTooLong
 from kvtier.testing.servers import cache_server
 from kvtier.testing.tiny_models import save_tiny_model
-from tests.support.actors import wait_until
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 torch.set_num_threads(1)
 

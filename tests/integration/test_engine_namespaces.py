@@ -21,9 +21,8 @@ from kvtier.testing.servers import cache_server
 from kvtier.testing.tiny_models import save_tiny_model
 from kvtier.tiers.explaining import explain, explain_request
 from kvtier.tiers.explanation import MatchEnd
-from tests.support.actors import wait_until
 from tests.support.tiered_engines import Question, answers, ask, cached, cold, open_engine, settled, tokens
-from tests.support.waiting import CALL_S
+from tests.support.waiting import CALL_S, wait_until
 
 torch.set_num_threads(1)
 

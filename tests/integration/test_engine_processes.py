@@ -22,7 +22,7 @@ from kvtier.client.client import CacheClient
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.testing.tiny_models import save_tiny_model
 from kvtier.tiers.host import HostTier
-from tests.support.actors import NOTHING_HELD, held, is_stopped, wait_until
+from tests.support.actors import NOTHING_HELD, held
 from tests.support.engine_actors import Child, Nursery, nursery
 from tests.support.tiered_engines import (
     BLOCK_BYTES,
@@ -34,7 +34,7 @@ from tests.support.tiered_engines import (
     settled,
     tokens,
 )
-from tests.support.waiting import CALL_S
+from tests.support.waiting import CALL_S, wait_until
 
 torch.set_num_threads(1)
 
@@ -224,8 +224,6 @@ def test_who_waits_for_an_engine_that_dies_or_stops_goes_on_by_itself(
         expected = ask(plain, asked)
     with cache_server() as server, _computing(model, children, server) as (child, llm):
         child.send_signal(end)
-        if end is signal.SIGSTOP:
-            wait_until(lambda: is_stopped(child.pid))
         outputs = ask(llm, asked)
 
         assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in expected]

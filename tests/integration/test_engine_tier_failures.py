@@ -30,7 +30,7 @@ from kvtier.testing.tiny_models import save_tiny_model
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.speeds import Speeds
 from kvtier.transport.address import UnixAddress
-from tests.support.actors import hung, restarted, wait_until
+from tests.support.actors import hung, restarted
 from tests.support.faulty_files import FaultyFiles
 from tests.support.lying_proxy import LIES, LyingProxy
 from tests.support.tiered_engines import (
@@ -48,6 +48,7 @@ from tests.support.tiered_engines import (
     settled,
     tokens,
 )
+from tests.support.waiting import wait_until
 
 torch.set_num_threads(1)
 

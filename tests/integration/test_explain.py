@@ -24,9 +24,9 @@ from kvtier.tiers.explanation import Explanation, MatchEnd
 from kvtier.transport.address import UnixAddress
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import encode_frame
-from tests.support.actors import handshaken, raw_socket, receive_message, wait_until
+from tests.support.actors import handshaken, raw_socket, receive_message
 from tests.support.faulty_files import FaultyFiles
-from tests.support.waiting import CALL_S, LIMIT_S
+from tests.support.waiting import CALL_S, LIMIT_S, wait_until
 
 LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=80, dtype="float16", block_tokens=16)
 """10,240 bytes a block in slots of 12 KiB."""

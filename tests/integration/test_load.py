@@ -7,7 +7,8 @@ import contextlib
 import pytest
 
 from kvtier.testing.servers import cache_server
-from tests.support.actors import LAYOUT, NOTHING_HELD, Actor, actor, anonymous_bytes, held, open_client, wait_until
+from tests.support.actors import LAYOUT, NOTHING_HELD, Actor, actor, anonymous_bytes, held, open_client
+from tests.support.waiting import wait_until
 
 _NUM_CLIENTS = 32
 _NUM_PROMPTS = 64

@@ -26,9 +26,8 @@ from tests.support.actors import (
     open_client,
     payloads,
     read_all,
-    wait_until,
 )
-from tests.support.waiting import CALL_S, LIMIT_S
+from tests.support.waiting import CALL_S, LIMIT_S, wait_until
 
 _BLOCKS = 64
 _MEMORY = str(_BLOCKS * LAYOUT.slot_bytes)

@@ -14,9 +14,9 @@ from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import NamespaceFields
 from kvtier.client.client import CacheClient
 from kvtier.testing.servers import ServerProcess, cache_server
+from kvtier.testing.signals import is_stopped
 from kvtier.transfer.page_jobs import EndedJob, PageJob, PageJobs
 from kvtier.transfer.page_lookups import PageLookups
-from tests.support.actors import is_stopped
 from tests.support.waiting import CALL_S, wait_until
 
 _PAGE_BYTES = 8192
@@ -121,14 +121,10 @@ def test_pages_that_are_dropped_before_they_are_loaded_are_missing_and_leave_the
     assert engine.rows(16) == bytes(8 * _PAGE_BYTES)
 
 
-def has_ended_or_stopped(server: ServerProcess) -> bool:
-    return server.process.poll() is not None or is_stopped(server.pid)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_all_jobs_and_questions_end_without_the_server(impatient: Engine, number: signal.Signals) -> None:
     impatient.server.send_signal(number)
-    wait_until(lambda: has_ended_or_stopped(impatient.server), "a server that says nothing more")
+    wait_until(lambda: is_stopped(impatient.server.pid), "a server that says nothing more")
 
     ended = [impatient.load(), impatient.store()]
 

@@ -18,18 +18,8 @@ from kvtier import KvLayout
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import ConfigError, TierError, TierFull, TierRefused, TierUnavailable
 from kvtier.testing.servers import ServerProcess, cache_server, start_cache_server
-from tests.support.actors import (
-    LAYOUT,
-    NAMESPACE,
-    chain,
-    handshaken,
-    open_client,
-    payloads,
-    raw_socket,
-    read_all,
-    wait_until,
-)
-from tests.support.waiting import CALL_S, LIMIT_S
+from tests.support.actors import LAYOUT, NAMESPACE, chain, handshaken, open_client, payloads, raw_socket, read_all
+from tests.support.waiting import CALL_S, LIMIT_S, wait_until
 
 _BLOCKS = 64
 _MEMORY = str(_BLOCKS * LAYOUT.slot_bytes)

@@ -28,9 +28,8 @@ from tests.support.actors import (
     payloads,
     read_all,
     restarted,
-    wait_until,
 )
-from tests.support.waiting import CALL_S, FOR_EVER_S, LIMIT_S
+from tests.support.waiting import CALL_S, FOR_EVER_S, LIMIT_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 

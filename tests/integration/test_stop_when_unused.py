@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.servers import ServerProcess, cache_server
-from tests.support.actors import actor, chain, open_client, payloads, read_all, stays, wait_until
-from tests.support.waiting import LIMIT_S
+from tests.support.actors import actor, chain, open_client, payloads, read_all, stays
+from tests.support.waiting import LIMIT_S, wait_until
 
 HASHES = chain(1, 8)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from tests.support.actors import wait_until
 from tests.support.vineyard_files import (
     CHUNK,
     FILE_BYTES,
@@ -26,7 +25,7 @@ from tests.support.vineyard_files import (
     store,
     temp_names,
 )
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 _ROOT = Path(__file__).parents[2]
 _EXAMPLE = _ROOT / "examples" / "vineyard" / "files.py"

@@ -27,10 +27,11 @@ from kvtier import BlockHash, KvLayout, Namespace, block_hashes
 from kvtier.client.client import CacheClient
 from kvtier.errors import KvtierError, TierFull
 from kvtier.testing.servers import ServerProcess, start_cache_server
+from kvtier.testing.signals import send_signal
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import HEADER_BYTES, encode_frame
 from kvtier.wire.session import ClientSession
-from tests.support.waiting import CALL_S, LIMIT_S, wait_until
+from tests.support.waiting import CALL_S, LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,16 +110,11 @@ def restarted(server: ServerProcess, memory: str = "64MiB") -> Iterator[ServerPr
         again.process.stdout.close()
 
 
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
 @contextlib.contextmanager
 def hung(server: ServerProcess) -> Iterator[None]:
     """The server does not run meanwhile; its sockets still take connections."""
     server.send_signal(signal.SIGSTOP)
     try:
-        wait_until(lambda: is_stopped(server.pid))
         yield
     finally:
         server.send_signal(signal.SIGCONT)
@@ -198,12 +194,10 @@ class Actor:
         self._process.stdin.flush()
 
     def send_signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+        send_signal(self.pid, number)
 
     def stop(self) -> None:
-        """SIGSTOP, and wait until it has stopped."""
         self.send_signal(signal.SIGSTOP)
-        wait_until(lambda: is_stopped(self.pid))
 
     def wait(self) -> int:
         return self._process.wait(LIMIT_S)

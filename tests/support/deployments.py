@@ -25,6 +25,7 @@ from typing import Any, Self
 
 import yaml
 
+from kvtier.testing.signals import send_signal
 from tests.support.waiting import LIMIT_S
 
 _MARK = "KVTIER_TEST_DEPLOYMENT"
@@ -45,7 +46,7 @@ class PartProcess:
     pid: int
 
     def send_signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        send_signal(self.pid, number)
 
 
 class DeploymentProcess:

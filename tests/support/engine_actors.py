@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from kvtier import SamplingParams
+from kvtier.testing.signals import send_signal
 from kvtier.transfer import storer
 from tests.support.actors import ROOT
 from tests.support.tiered_engines import open_engine, tokens
@@ -48,7 +49,7 @@ class Child:
         return answer
 
     def send_signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        send_signal(self.pid, number)
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):

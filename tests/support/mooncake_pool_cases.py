@@ -22,6 +22,7 @@ from kvtier.deploy.check.mooncake import notes_on_mooncake
 from kvtier.errors import TierError, TierTimeout
 from kvtier.observe.metrics import TierMetrics
 from kvtier.stores.mooncake.config import MooncakeConfig
+from kvtier.testing.signals import send_signal
 from kvtier.testing.tier_contract import LAYOUT, NAMESPACE, MakeTier, chain, empty_buffers, fetch_all, payloads
 from kvtier.tiers.mooncake import MooncakeTier, open_mooncake_tier
 from kvtier.tiers.tier import Tier
@@ -130,7 +131,7 @@ def test_a_master_that_hangs_costs_a_deadline_and_is_used_again_when_it_answers(
         assert tier.offer(hashes, payloads(hashes)) == 4
         hasty = MooncakeTier(tier.blocks, LAYOUT, timeout_s=SHORT_S)
         lease = hasty.match(hashes)
-        master.process.send_signal(signal.SIGSTOP)
+        send_signal(master.process.pid, signal.SIGSTOP)
         try:
             with pytest.raises(TierTimeout):
                 hasty.match(chain(2, 4))

@@ -22,6 +22,7 @@ from kvtier.errors import KvtierError, ProtocolError, TierTimeout, TierUnavailab
 from kvtier.stores.valkey.node import NodeAccess, NodeAddress, NodeConnection
 from kvtier.stores.valkey.resp import Reply, command
 from kvtier.stores.valkey.slots import NUM_SLOTS
+from kvtier.testing.signals import send_signal
 from tests.support.namespaces import Host
 from tests.support.waiting import wait_until
 
@@ -164,8 +165,8 @@ class ValkeyNode:
 
     def send_signal(self, number: signal.Signals) -> None:
         """None is sent to one that has ended, as it does when another program has taken its port."""
-        if self.process is not None:
-            self.process.send_signal(number)
+        if self.process is not None and self.process.poll() is None:
+            send_signal(self.process.pid, number)
 
 
 @dataclass

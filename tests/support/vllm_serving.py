@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.api.config import ApiConfig, ApiKey, EngineAddress, ServedModelConfig
+from kvtier.testing.signals import send_signal
 from tests.support.waiting import LIMIT_S, wait_until
 
 PACKAGE = Path(__file__).with_name("fake_vllm")
@@ -72,7 +73,7 @@ class FakeVllm:
 
     def freeze(self) -> None:
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        send_signal(self._process.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
         assert self._process is not None

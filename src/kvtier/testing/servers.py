@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvtier.testing.signals import send_signal
+
 _STOP_S = 120.0
 _ADDRESS = re.compile(r"^  (?:metrics: )?(unix|tcp|http):(\S+)")
 
@@ -43,7 +45,9 @@ class ServerProcess:
         return self.addresses["http"]
 
     def send_signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        """SIGSTOP has stopped all threads of the server when this returns."""
+        if self.process.poll() is None:
+            send_signal(self.pid, number)
 
     def kill(self) -> None:
         self.process.kill()

@@ -15,6 +15,7 @@ from kvtier.api.body_messages import OPENAI_COMPLETION, BodyRefused, ReadBody
 from kvtier.api.http_error import HttpError
 from kvtier.api.large_bodies import LargeBodies
 from kvtier.api.limits import MAX_UNREAD_BODIES_BYTES, QUICK_BODY_BYTES
+from kvtier.testing.signals import send_signal
 from tests.support.waiting import LIMIT_S
 
 _BODY = b'{"model":"none","prompt":"a"}' + b" " * 40_000
@@ -127,7 +128,7 @@ def test_the_event_loop_goes_on_while_a_process_ends(monkeypatch: pytest.MonkeyP
 
     async def work(bodies: LargeBodies) -> None:
         assert await is_read(bodies)
-        started.processes[0].send_signal(signal.SIGSTOP)  # it does not see that its socket is closed
+        send_signal(started.processes[0].pid, signal.SIGSTOP)  # it does not see that its socket is closed
         closing = asyncio.create_task(bodies.close())
         num_turns = 0
         while not closing.done():

@@ -18,10 +18,9 @@ import pytest
 from kvtier.errors import TierUnavailable
 from kvtier.stores import staging
 from kvtier.vineyard import chunk_files, file_cache
-from tests.support.actors import wait_until
 from tests.support.faulty_files import FaultyFiles
 from tests.support.vineyard_files import CHUNK, TEMP, Tensors, chunk_paths, found, open_files, store
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 _ROOT = Path(__file__).parents[3]
 TOKENS = list(range(4 * CHUNK))
