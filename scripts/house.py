@@ -1,6 +1,6 @@
-"""Check the shape of the code: no import cycles, no class or module that is too large. `make check` runs it.
+"""Check the code: no import cycles, no class or module that is too large, no pattern that older Pythons read wrongly.
 
-python scripts/house.py             check `src`
+python scripts/house.py             check `src`, as `make check` does
 python scripts/house.py --count     lines of code in `src`, without blanks, comments and docstrings
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ EXCUSE = "# As large as it is, since"
 MAX_LINES = 600
 """Of any module. A longer one needs a `LENGTH_EXCUSE`, a comment on a line of its own; better, it is two nouns."""
 LENGTH_EXCUSE = "# As long as it is, since"
+_POSSESSIVE_GROUP = re.compile(r"(?<!\\)\)(?:[*+?]|\{[0-9,]{1,9}\})\+")
 
 
 def modules_of(source: Path) -> dict[str, Path]:
@@ -106,6 +108,16 @@ def long_modules(modules: dict[str, Path]) -> Iterator[str]:
             yield f"{path}: {len(lines)} lines; at most {MAX_LINES}"
 
 
+def possessive_groups(path: Path) -> Iterator[str]:
+    """A sentence for each possessive group in a pattern: before Python 3.11.5, it takes what it must give back."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("re.")):
+            continue
+        texts = [leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)]
+        if any(isinstance(text, str) and _POSSESSIVE_GROUP.search(text) for text in texts):
+            yield f"{path}:{node.lineno}: a possessive group, such as (...)++, is wrong before Python 3.11.5"
+
+
 def _attributes_of(node: ast.ClassDef) -> set[str]:
     """Attributes that its methods assign. Fields of values are not counted: a message has as many as it needs."""
     found: set[str] = set()
@@ -150,6 +162,7 @@ def main() -> int:
     problems = [f"these import each other: {', '.join(group)}" for group in circles(graph)]
     problems += long_modules(modules)
     for name, path in modules.items():
+        problems += possessive_groups(path)
         if name.split(".")[1:2] and name.split(".")[1] in LIMITED:
             problems += large_classes(path)
     for problem in problems:

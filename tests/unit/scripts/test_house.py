@@ -16,6 +16,7 @@ from scripts.house import (
     large_classes,
     long_modules,
     modules_of,
+    possessive_groups,
 )
 
 _SCRIPT = Path(__file__).parents[3] / "scripts" / "house.py"
@@ -63,6 +64,15 @@ def test_a_module_of_too_many_lines_is_named_unless_it_says_why(tmp_path: Path) 
     )
 
     assert list(long_modules(modules)) == [f"{modules['house.long']}: {MAX_LINES + 1} lines; at most {MAX_LINES}"]
+
+
+def test_a_possessive_group_in_a_pattern_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "patterns.py"
+    path.write_text(
+        "import re\nre.compile(r'(a|b++)++')\nre.compile(r'a++(b)+')\nre.compile(rf'{1}(?:a)?+')\nx = '()*+'\n"
+    )
+
+    assert [sentence.removeprefix(str(path)).split(":")[1] for sentence in possessive_groups(path)] == ["2", "4"]
 
 
 def test_blanks_comments_and_docstrings_are_no_code() -> None:

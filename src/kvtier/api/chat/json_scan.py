@@ -10,11 +10,11 @@ from kvtier.api.chat.text_source import Reading, Show, TextSource
 MAX_DEPTH = 128
 _MAX_SCALAR_CHARACTERS = 1024
 _SPACES = re.compile(r"[ \t\n\r]+")
-_PLAIN = re.compile(r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})++')
+_PLAIN = re.compile(r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})+')
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
 _SCALAR_TEXT = r"(?:true|false|null|-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?)"
 _RIGHT_SCALAR = re.compile(_SCALAR_TEXT)
-_SCALARS = re.compile(rf"(?:{_SCALAR_TEXT}[ \t\n\r]*+,[ \t\n\r]*+)++")
+_SCALARS = re.compile(rf"(?:{_SCALAR_TEXT}[ \t\n\r]*+,[ \t\n\r]*+)+")
 """Several scalars of a list, each with its comma, so that long lists of numbers are read in one match."""
 
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
