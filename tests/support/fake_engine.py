@@ -25,7 +25,7 @@ import msgspec
 import uvicorn
 
 from kvtier.api.config import ApiConfig, ApiKey, EngineAddress, PageConfig, ServedModelConfig
-from kvtier.api.engine_connection import DEFAULT_PATIENCE, ProbeTimes
+from kvtier.api.engine_connection import ProbeTimes
 from kvtier.api.server import http_server, make_service
 from kvtier.api.service import Service
 from kvtier.api.tracing import Tracing
@@ -443,11 +443,15 @@ def config_of(
     )
 
 
+PATIENT = ProbeTimes(hung_after_s=LIMIT_S)
+"""A fake engine on a busy machine is slow, not hung."""
+
+
 @contextlib.contextmanager
 def running(
     api: str,
     config: ApiConfig,
-    patience: ProbeTimes = DEFAULT_PATIENCE,
+    patience: ProbeTimes = PATIENT,
     tracing: Tracing | None = None,
     port: int = 0,
 ) -> Iterator[Running]:
@@ -483,7 +487,7 @@ def running(
     thread.start()
     try:
         service, end = started.result(LIMIT_S)
-        there = {one.socket for model in config.models for one in model.engines if Path(one.socket).exists()}
+        there = [one for model in config.models for one in model.engines if Path(one.socket).exists()]
         wait_until(
             lambda: (
                 sum(connection.hello is not None for connection in service.engines.connections)

@@ -19,6 +19,9 @@ import pytest
 
 _PATIENCE_S = 30.0
 _LOOK_S, _MAX_LOOK_S = 0.02, 0.5
+_CLOCK_TICK_S = 0.1
+"""Linux counts the start of a process in hundredths of a second."""
+_SHOWN_CHARACTERS = 200
 _PROCESSORS = "/sys/devices/system/cpu/"
 _SHARED_MEMORY = "/dev/shm/"
 _SHM_PREFIXES = tuple(_SHARED_MEMORY + prefix for prefix in ("kvtier", "psm_", "sem.mp-"))
@@ -45,9 +48,9 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.config.getini("kvtier_leaks"):
         yield
         return
-    before = held()
+    before, began_at = held(), time.clock_gettime(time.CLOCK_BOOTTIME)
     yield
-    left = _left_since(before)
+    left = {_described(one, began_at) for one in _left_since(before)} - {""}
     if left:
         pytest.fail("left behind: " + ", ".join(sorted(left)), pytrace=False)
 
@@ -61,6 +64,22 @@ def held() -> set[str]:
         *_shared_memory(),
         *(f"signal {number} blocked" for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     }
+
+
+def _described(name: str, began_at: float) -> str:
+    """A child with its state and command; empty for one older than the test: Linux may leave some out of a list."""
+    kind, _, pid = name.partition(" ")
+    if kind != "child":
+        return name
+    try:
+        fields = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
+        command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""  # it has just ended
+    state, started_at = fields[0], int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    if started_at < began_at - _CLOCK_TICK_S:
+        return ""
+    return f"{name} ({state}: {command.strip()[:_SHOWN_CHARACTERS]})"
 
 
 def _note_creation(event: str, arguments: tuple[object, ...]) -> None:

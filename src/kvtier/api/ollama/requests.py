@@ -37,9 +37,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 _EFFORTS = ("low", "medium", "high")
 MAX_DURATION_CHARACTERS = 64
 _UNITS = "(?:ns|us|µs|μs|ms|s|m|h)"
-_DURATION = re.compile(
-    rf"[+-]?(?:(?:(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++){_UNITS})+|[0-9]++(?:\.[0-9]++)?)"
-)
+_DURATION = re.compile(rf"[+-]?(?:(?:(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++){_UNITS})+|[0-9]++(?:\.[0-9]++)?)")
 _PART = re.compile(rf"([0-9]++(?:\.[0-9]*+)?|\.[0-9]++)({_UNITS})?")
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _LEAST_S = 1.0
