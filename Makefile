@@ -102,7 +102,8 @@ test-clients-http: $(STAMP) $(HTTP_STAMP)
 test-clients-http-whole: $(STAMP) $(HTTP_STAMP)
 	KVTIER_PYTHON=$(CURDIR)/$(BIN)/python $(HTTP_VENV)/bin/python -m pytest -c $(HTTP_TESTS)/pytest.ini $(HTTP_TESTS)
 
-# Tests that take longer than five minutes: .ci/run does not call them.
+# Tests that take longer than five minutes: .ci/run does not call them. `scripts/under_load.sh FOLDER` runs `make test`
+# five times on a busy machine, in two clones at once, which takes 40 minutes.
 test-nightly: soak test-benchmarks test-clients-http-whole test-mooncake test-cluster-tls test-objects test-vllm-whole test-vllm-releases
 
 # A real master and pool of Mooncake over TCP. Its library needs Debian's libibverbs1, and the test is skipped without.
