@@ -1,6 +1,6 @@
 """The time of a hit inside vLLM: the work of the engine and the plug-in, in order.
 
-    python -m benchmarks.vllm.timeline [--small] [--repeats N] [--json FILE]
+    python -m benchmarks.vllm.timeline [--small] [--whole-prompts] [--repeats N] [--json FILE]
 
 For a prompt of 30,000 tokens and for ten of 10,240 at once, from vLLM's own cache, after a reset of it, and in a new
 engine: the run of median length, as lines with beginnings and ends, in milliseconds. It compares nothing;
@@ -47,11 +47,18 @@ class Run:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a small model on a CPU")
+    parser.add_argument("--whole-prompts", action="store_true", help="with the plug-in's setting of this name")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="how often each question is asked")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where all that was noted goes")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="kvtier-timeline-") as folder:
-        lines = _measure(options.small, options.repeats, Path(folder))
+        stand = GpuStand(
+            TINY if options.small else WHOLE,
+            Path(folder),
+            Result("vllm.timeline", {}),
+            whole_prompts=options.whole_prompts,
+        )
+        lines = _measure(stand, options.repeats)
     if options.json is not None:
         options.json.write_text(json.dumps(lines))
     for name, title in lines.items():
@@ -60,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(is_small: bool, repeats: int, folder: Path) -> dict[str, list[str]]:
-    stand = GpuStand(TINY if is_small else WHOLE, folder, Result("vllm.timeline", {}))
+def _measure(stand: GpuStand, repeats: int) -> dict[str, list[str]]:
+    folder = stand.folder
     long, many = stand.long_prompt("timeline"), stand.mid_prompts("timeline")
     lines: dict[str, list[str]] = {}
     with stand.server() as server:
