@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from kvtier.blocks.hashing import BlockHash
@@ -31,6 +32,7 @@ from kvtier.transfer.quick_turns import QUICK_TURNS
 from kvtier.transfer.shared_stores import ReservedRoom, ShareWriter
 from kvtier.transfer.small_pages import SmallPageCopier, packed
 from kvtier.transfer.step_marks import StepMarks
+from kvtier.transfer.step_pace import StepPace
 from kvtier.transfer.storer import Storer
 from kvtier.transfer.worker_threads import WorkerThreads
 
@@ -45,9 +47,13 @@ _TURN_S = 0.005
 _UNIT_BYTES = 16 << 20
 """Blocks from disk or TCP are copied to the device whenever this many bytes have arrived."""
 
-_TAIL_BYTES = 768 << 20
-"""On an idle device, a load from memory is reported while this much of it is still in flight, about 15 ms early on an
-H200: its step is prepared meanwhile, which takes vLLM's host 12 to 19 ms, and begins on the device after the copies."""
+_TAIL_BYTES = 1280 << 20
+"""On an idle device, a load from memory is reported while this much of it is still in flight, about 24 ms early on an
+H200: its step is scheduled and prepared meanwhile, which takes vLLM's host up to 20 ms, and waits on the device."""
+
+_STEPS_BETWEEN = 2
+"""On a busy device, a load is reported this many steps early. As many begin before the one that uses it: the step in
+which it is reported, and the one that vLLM has prepared by the time it hears of that."""
 
 
 class WorkerTransfer:
@@ -61,8 +67,12 @@ class WorkerTransfer:
         batch_bytes: int,
         parts_per_block: int = 1,
         shares: ShareWriter | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """About `batch_bytes` are stored together. `shares` is for a device that lacks some heads of a block."""
+        """About `batch_bytes` are stored together. `shares` is for a device that lacks some heads of a block.
+
+        `clock` is for the lengths of steps.
+        """
         self._tier = tier
         self._parts_per_block = parts_per_block
         self._copier = copier if parts_per_block == 1 else SmallPageCopier(copier, parts_per_block)
@@ -70,8 +80,10 @@ class WorkerTransfer:
         self._shares = shares
         self._batch_blocks = max(1, batch_bytes // tier.layout.slot_bytes)
         self._marks = StepMarks(self._copier)
+        self._pace = StepPace(clock)
+        self._bytes_per_s = 0.0
+        """Of the last load from memory."""
         self.loads = LoadNews()
-        self._is_idle = False
         self._log = LogLimit(logger)
         with contextlib.suppress(TierError):  # the arena of a server that is away is adopted later
             if tier.arena is not None:
@@ -86,9 +98,9 @@ class WorkerTransfer:
         """Work begun from now on comes after everything handed to the device so far."""
         self._marks.note_step()
 
-    def note_idle(self, *, is_idle: bool) -> None:
-        """Whether the device has nothing to compute, until the next call."""
-        self._is_idle = is_idle
+    def begin_step(self, *, is_idle: bool) -> None:
+        """A step is about to be queued; one that `is_idle` computes nothing."""
+        self._pace.note_step(is_idle=is_idle)
 
     def load(
         self,
@@ -244,24 +256,37 @@ class WorkerTransfer:
 
     def _bring_span(self, order: _Order, span: Span, *, is_last: bool) -> int:
         """Returns how many of its blocks are on the device."""
-        ended, middle = order.ended, span.end
-        if is_last and span.is_in_memory:
-            middle = max(span.first + 1, span.end - _TAIL_BYTES // self._tier.layout.block_bytes)
-        load, tail = self._part(order, span, span.first, middle), self._part(order, span, middle, span.end)
-        self._loader.begin(load)
-        if load.num_arrived == load.num_blocks and tail.num_blocks:
-            self._loader.begin(tail)
-        _wait(load.copies)
-        num_loaded = load.num_arrived + tail.num_arrived
-        if is_last and self._is_idle:
+        ended, started_at = order.ended, time.monotonic()
+        idle_cut, busy_cut = self._cuts(span) if is_last and span.is_in_memory else (span.end, span.end)
+        bounds = sorted({span.first, idle_cut, busy_cut, span.end})
+        parts = [self._part(order, span, *bound) for bound in itertools.pairwise(bounds)]
+        for part in parts:
+            self._loader.begin(part)
+            if part.num_arrived < part.num_blocks:
+                break
+        num_loaded = sum(part.num_arrived for part in parts)
+        is_reported = False
+        for number, part in enumerate(parts, 1):
+            _wait(part.copies)
+            rest = [copies for later in parts[number:] for copies in later.copies]
+            cut = idle_cut if self._pace.is_idle else busy_cut
+            if rest and not is_reported and part.plan.end >= cut:
+                ended.num_loaded += num_loaded
+                ended.arriving = rest
+                self.loads.arrive(ended)
+                is_reported = True
+        if not is_reported:
             ended.num_loaded += num_loaded
-            ended.arriving = tail.copies
-            self.loads.arrive(ended)
-            _wait(tail.copies)
-        else:
-            _wait(tail.copies)
-            ended.num_loaded += num_loaded
+        if span.is_in_memory and num_loaded:
+            self._bytes_per_s = num_loaded * self._tier.layout.block_bytes / (time.monotonic() - started_at)
         return num_loaded
+
+    def _cuts(self, span: Span) -> tuple[int, int]:
+        """Once the blocks before these have arrived, the load is reported: on an idle device, and on a busy one."""
+        busy_s = _STEPS_BETWEEN * self._pace.shortest_s
+        tails = (_TAIL_BYTES, min(_TAIL_BYTES, int(busy_s * self._bytes_per_s)))
+        idle_cut, busy_cut = (max(span.first + 1, span.end - tail // self._tier.layout.block_bytes) for tail in tails)
+        return idle_cut, busy_cut
 
     def _part(self, order: _Order, span: Span, first: int, end: int) -> _TimedLoad:
         unit = max(1, _UNIT_BYTES // self._tier.layout.slot_bytes)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm
 
 from kvtier.plugins.vllm.releases import release_of
 from kvtier.testing.servers import ServerProcess, cache_server
+from kvtier.transfer.copier import Copies
+from kvtier.transfer.copiers.host_copier import HostCopier
 from tests.compat.vllm.engines import (
     answers_without_cache,
     ask,
@@ -21,6 +27,7 @@ from tests.compat.vllm.engines import (
     tokens_of,
     wait_until_stored,
 )
+from tests.support.waiting import LIMIT_S
 
 _PROMPT = tokens_of(300)
 
@@ -111,6 +118,61 @@ def test_a_prompt_of_full_pages_is_loaded_whole_and_goes_on_as_without_the_plug_
     assert (loaded.tokens, loaded.num_cached) == (expected[0], 256)
     assert (own.tokens, own.num_cached) == (expected[0], 256 - page_tokens)
     assert (continued.tokens, continued.num_cached) == (expected[1], 256)
+
+
+class _LateCopies:
+    """Copies that are made when work on the device is ordered after them."""
+
+    def __init__(self, copy: Callable[[], Copies]) -> None:
+        self._copy = copy
+        self._made = threading.Event()
+        self.preceded: list[int] = []
+
+    @property
+    def is_done(self) -> bool:
+        return self._made.is_set()
+
+    @property
+    def num_bytes_left(self) -> int:
+        return 0 if self.is_done else 1
+
+    def wait(self) -> None:
+        assert self._made.wait(LIMIT_S), "no step was ordered after these copies"
+
+    def precede(self, layer: int) -> None:
+        self.preceded.append(layer)
+        if not self.is_done:
+            self._copy()
+            self._made.set()
+
+
+def test_a_step_uses_a_load_whose_last_blocks_arrive_beside_it_layer_by_layer(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work on a device would run later than it is queued; here, a load is made only when something is ordered after."""
+    (expected,) = answers_without_cache(model_folder(), [_PROMPT])
+    load = HostCopier.load
+    begun: list[_LateCopies] = []
+
+    def load_late(copier: HostCopier, *arguments: Any, **named: Any) -> Copies:
+        if not begun and not first:
+            first.append(True)  # a load is reported when its first block has arrived
+            return load(copier, *arguments, **named)
+        begun.append(_LateCopies(functools.partial(load, copier, *arguments, **named)))
+        return begun[-1]
+
+    with engine(model_folder(), server.unix) as llm:
+        ask_one(llm, _PROMPT)
+        wait_until_stored(server.unix, _PROMPT)
+        forget_prefixes(llm)
+        first: list[bool] = []
+        monkeypatch.setattr(HostCopier, "load", load_late)
+        answer = ask_one(llm, _PROMPT)
+
+    assert (answer.tokens, answer.num_cached) == (expected, _whole_pages(300, 32))
+    num_layers = len(set(begun[0].preceded))
+    assert num_layers > 1
+    assert begun[0].preceded == list(range(num_layers))
 
 
 def test_a_new_engine_on_the_same_server_hits(server: ServerProcess) -> None:

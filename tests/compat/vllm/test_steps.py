@@ -20,6 +20,7 @@ import kvtier
 from kvtier.blocks.hashing import BlockHash, block_hashes
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import NamespaceFields
+from kvtier.client.client import CacheClient
 from kvtier.plugins.vllm.groups import Group
 from kvtier.plugins.vllm.identity import Identity
 from kvtier.plugins.vllm.plan import StepPlan
@@ -27,6 +28,7 @@ from kvtier.plugins.vllm.scheduling import SchedulerSide
 from kvtier.plugins.vllm.settings import ConnectorSettings
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.transfer.reach import AttentionKind, Reach
+from tests.support.waiting import wait_until
 
 _TOKENS = 16
 _LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=16, dtype="float16", block_tokens=_TOKENS)
@@ -96,9 +98,26 @@ class Engine:
         return request
 
     def match(self, request: Request) -> None:
-        while self.side.num_matched_tokens(request, request.num_computed_tokens) is None:
-            time.sleep(0.001)
+        self._num_matched(request)
         self.side.note_allocated(request, ([],), 0)
+
+    def num_matched(self, tokens: list[int]) -> int:
+        """How many of these tokens, of a new prompt, the side offers to load."""
+        hasher = get_request_block_hasher(_TOKENS, sha256)
+        request = Request("asked", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        self.own.hashes = set()
+        self.side.on_new_request(request)
+        return self._num_matched(request)
+
+    def _num_matched(self, request: Request) -> int:
+        while (found := self.side.num_matched_tokens(request, request.num_computed_tokens)) is None:
+            time.sleep(0.001)
+        return found
+
+    def wait_for_answers(self) -> None:
+        """Prompts shorter than a block are looked up only when they have grown, and no step waits for that."""
+        lookups = [tracked.lookup for tracked in vars(self.side)["_tracked"].values()]
+        wait_until(lambda: all(one.matching is None or one.matching.done() for one in lookups), "answers")
 
     def step(
         self, counts: dict[Request, int], preempted: set[str] | None = None, resumed: set[str] | None = None
@@ -194,6 +213,7 @@ def test_each_full_block_is_saved_once_when_its_tokens_are_known(server: ServerP
                 left = request.num_prompt_tokens - request.num_computed_tokens
                 counts[request] = min(dice.randrange(1, 40), left) if left > 0 else 1
             engine.step(counts)
+        engine.wait_for_answers()
         for _ in range(lag + 1):  # what was not known yet is saved in the next steps
             engine.step(dict.fromkeys((one for one in requests if one.num_computed_tokens < one.num_tokens + lag), 1))
 
@@ -307,3 +327,19 @@ def test_a_prompt_that_the_server_has_whole_is_not_saved_again(server: ServerPro
         engine.step({request: 64})
 
         assert not engine.saved
+
+
+@pytest.mark.parametrize(("seconds", "others", "num_loaded"), [(0.1, 0, 48), (0.001, 0, 64), (0.1, 1, 64)])
+def test_a_prompt_is_loaded_without_its_last_page_if_that_takes_long_and_nothing_else_is_asked(
+    server: ServerProcess, seconds: float, others: int, num_loaded: int
+) -> None:
+    tokens = _tokens(4 * _TOKENS, seed=700)
+    with _engine(server, whole_prompts=True, always_load=True) as engine:
+        client: CacheClient = vars(engine.side)["_client"]
+        hashes = block_hashes(_FIELDS.digest(), tokens, _TOKENS)
+        client.set(hashes, [bytes(_LAYOUT.block_bytes)] * len(hashes))
+        vars(engine.side)["_decision"].note_load("server", 4 * _LAYOUT.block_bytes, seconds)
+        for number in range(others):
+            engine.add(f"other {number}", _tokens(40, seed=701 + number))
+
+        assert engine.num_matched(tokens) == num_loaded

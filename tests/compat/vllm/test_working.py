@@ -6,6 +6,7 @@ import contextlib
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 import kvtier
 from kvtier.blocks.hashing import BlockHash
-from kvtier.blocks.layout import OpaqueLayout
+from kvtier.blocks.layout import KvLayout, OpaqueLayout
 from kvtier.blocks.namespace import NamespaceFields
 from kvtier.client.client import CacheClient
 from kvtier.plugins.vllm.groups import Group
@@ -21,6 +22,7 @@ from kvtier.plugins.vllm.identity import Identity
 from kvtier.plugins.vllm.plan import PageLoad, Save, StepPlan
 from kvtier.plugins.vllm.working import WorkerSide
 from kvtier.testing.servers import ServerProcess
+from kvtier.transfer.load_news import EndedLoad, LoadNews
 from kvtier.transfer.reach import AttentionKind, Reach
 from kvtier.transfer.shared_stores import SharedStores
 from tests.support.waiting import wait_until
@@ -188,3 +190,142 @@ def test_latents_are_written_by_two_ranks_and_loaded_by_both(server: ServerProce
             rank.load([4, 5, 6], list(_HASHES))
             assert rank.is_copied([4, 5, 6], [1, 2, 3])
         shared.close()
+
+
+# --- steps beside the last bytes of a load ----------------------------------------------------------------------------
+
+
+class _Copies:
+    """Copies under way; records the layers that work on the device was ordered after."""
+
+    num_bytes_left = 1
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.preceded: list[int] = []
+
+    def wait(self) -> None:
+        pass
+
+    def precede(self, layer: int) -> None:
+        self.preceded.append(layer)
+
+
+class _Transfer:
+    """Loads that are reported when the test says so."""
+
+    num_stored = num_refused = 0
+
+    def __init__(self) -> None:
+        self.loads = LoadNews()
+        self.ended: list[EndedLoad] = []
+
+    def begin_step(self, *, is_idle: bool) -> None:
+        pass
+
+    def note_step(self) -> None:
+        pass
+
+    def load(self, key: str, hashes: list[BlockHash], places: Sequence[int], *rest: object) -> None:
+        self.ended.append(EndedLoad(key, len(hashes)))
+
+    def send(self, *, is_last: bool) -> None:
+        pass
+
+    def storing(self) -> set[object]:
+        return set()
+
+    def take_shares(self) -> list[tuple[object, bool]]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class _EarlyLoads:
+    """A worker whose loads are reported before their last copies are done."""
+
+    def __init__(self, client: CacheClient, identity: Identity) -> None:
+        self.side = WorkerSide(client, identity, 0)
+        self.transfer = _Transfer()
+        vars(self.side)["_transfer"] = self.transfer
+        self.layers = identity.layer_names
+
+    def report(self, step: int, *, is_whole: bool = False) -> _Copies:
+        """A load that is reported in this step, while its last copies are under way."""
+        plan = StepPlan(step, step - 1, is_idle=True)
+        plan.loads = [PageLoad(step, f"request {step}", [1], 0, _HASHES[:1], 30.0, None, _TOKENS, is_whole=is_whole)]
+        copies = _Copies()
+        self.side.begin_step(plan)
+        self.side.start(plan)
+        load = self.transfer.ended[-1]
+        load.num_loaded, load.arriving = 1, [copies]
+        self.transfer.loads.arrive(load)
+        assert self.side.results().finished_recving == {f"request {step}"}
+        return copies
+
+    def step(self, number: int, known_step: int, *, asks_by_layer: bool, ask: bool = True) -> None:
+        self.side.begin_step(StepPlan(number, known_step), asks_by_layer=asks_by_layer)
+        for name in self.layers if asks_by_layer and ask else ():
+            self.side.wait_for_layer(name)
+
+
+@pytest.fixture
+def own_identity() -> Identity:
+    layout = KvLayout(layers=2, kv_heads=1, head_dim=16, dtype="float16", block_tokens=_TOKENS)
+    group = Group(Reach(AttentionKind.FULL, _TOKENS), _LAYERS, "", is_latent=False, is_handed_over=False)
+    fields = NamespaceFields(
+        layout=layout, weights="w", model_config={}, quantization="", compute_dtype="float16", salt=""
+    )
+    return replace(_identity(1), layout=layout, fields=fields, groups=(group,), name="own", is_opaque=False)
+
+
+@pytest.fixture
+def early(server: ServerProcess, own_identity: Identity) -> Iterator[_EarlyLoads]:
+    early = _EarlyLoads(_client(server, own_identity), own_identity)
+    try:
+        yield early
+    finally:
+        early.side.close()
+        vars(early.side)["_client"].close()
+
+
+def test_a_step_waits_for_each_layer_of_a_load_when_vllm_asks_for_it(early: _EarlyLoads) -> None:
+    early.step(1, 0, asks_by_layer=True)
+    copies = early.report(2)
+    early.step(3, 2, asks_by_layer=True)
+    assert copies.preceded == [0, 1]
+
+    early.side.wait_for_layer("a layer with another's memory")
+    assert copies.preceded == [0, 1, 1]
+
+
+def test_a_step_waits_for_all_of_a_load_before_vllm_has_asked_for_every_layer(early: _EarlyLoads) -> None:
+    early.side.wait_for_layer(early.layers[0])
+    copies = early.report(2)
+    early.step(3, 2, asks_by_layer=True, ask=False)
+
+    assert copies.preceded == [1]
+
+
+@pytest.mark.parametrize(("asks_by_layer", "is_whole"), [(False, False), (True, True)])
+def test_a_graph_of_all_layers_and_a_step_that_writes_into_a_load_wait_for_all_of_it(
+    early: _EarlyLoads, asks_by_layer: bool, is_whole: bool
+) -> None:
+    early.step(1, 0, asks_by_layer=True)
+    copies = early.report(2, is_whole=is_whole)
+    early.step(3, 2, asks_by_layer=asks_by_layer)
+
+    assert copies.preceded == [1]
+
+
+def test_a_step_planned_before_the_scheduler_knew_of_a_load_does_not_wait_for_it(early: _EarlyLoads) -> None:
+    copies = early.report(2)
+    early.step(3, 1, asks_by_layer=False)
+    assert not copies.preceded
+    early.step(4, 2, asks_by_layer=False)
+    assert copies.preceded == [1]
+    copies.is_done = True
+    early.step(5, 3, asks_by_layer=False)
+
+    assert copies.preceded == [1]

@@ -144,13 +144,14 @@ Open = Callable[..., Bench]
 def open_bench() -> Iterator[Open]:
     with contextlib.ExitStack() as stack:
 
-        def make(tier: Tier, *, has_small_pages: bool = False) -> Bench:
+        def make(tier: Tier, *, has_small_pages: bool = False, clock: Callable[[], float] = time.monotonic) -> Bench:
             device = HostDevice()
             transfer = WorkerTransfer(
                 tier,
                 _HalfBlocks(device) if has_small_pages else device,
                 batch_bytes=_BATCH_BLOCKS * LAYOUT.slot_bytes,
                 parts_per_block=2 if has_small_pages else 1,
+                clock=clock,
             )
             stack.callback(transfer.close)
             stack.callback(device.gate.set)
@@ -388,7 +389,7 @@ def test_where_the_device_is_idle_a_load_is_told_of_before_its_last_blocks_are_t
     tier.offer(hashes, payloads(hashes))
     bench.device.later_gate = threading.Event()
     loads = bench.transfer.loads
-    bench.transfer.note_idle(is_idle=is_idle)
+    bench.transfer.begin_step(is_idle=is_idle)
     bench.transfer.load("a", hashes, range(6), 10.0)
 
     until(lambda: len(bench.device.transfers) == 2 and bench.device.transfers[0].is_done)
@@ -404,6 +405,31 @@ def test_where_the_device_is_idle_a_load_is_told_of_before_its_last_blocks_are_t
     until(lambda: bool(over.extend(loads.take()[1]) or over))
     assert over[0].num_loaded == 6
     assert all(bench.has(hashes))
+
+
+def test_where_the_device_is_busy_a_load_is_told_of_two_steps_early(open_bench: Open) -> None:
+    tier = _ServerTier()
+    now = [0.0]
+    bench = open_bench(tier, clock=lambda: now[0])
+    hashes = chain(1, 6)
+    tier.offer(hashes, payloads(hashes))
+    bench.transfer.begin_step(is_idle=False)
+    bench.load(hashes, range(6))  # shows how fast the tier is
+    now[0] += 1e6
+    bench.transfer.begin_step(is_idle=False)
+    bench.device.transfers.clear()
+    bench.device.later_gate = threading.Event()
+    loads = bench.transfer.loads
+    bench.transfer.load("b", hashes, range(6, 12), 10.0)
+
+    loads.wait_for_arrival(WAIT_S)
+    (arrived,), over = loads.take()
+    assert (arrived.key, arrived.num_loaded, over) == ("b", 6, [])
+    assert arrived.arriving == bench.device.transfers[1:]
+    assert not arrived.arriving[-1].is_done
+    bench.device.later_gate.set()
+    until(lambda: bool(loads.take()[1]))
+    assert [bench.device.block(6 + number) for number in range(6)] == payloads(hashes)
 
 
 # --- stores -----------------------------------------------------------------------------------------------------------

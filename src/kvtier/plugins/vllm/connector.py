@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.forward_context import ForwardContext
+from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.block_pool import BlockPool
@@ -209,7 +209,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
-            self._worker.begin_step(self._plan())
+            self._worker.begin_step(self._plan(), asks_by_layer=_asks_by_layer())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._worker is not None and isinstance(kv_connector_metadata, StepPlan):
@@ -224,7 +224,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save(plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads are asynchronous, and a request is scheduled when all of its layers have arrived."""
+        """Loads are asynchronous, but the last bytes of one may arrive beside the step that uses it."""
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
@@ -283,3 +285,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         plan = self._get_connector_metadata()
         assert isinstance(plan, StepPlan)
         return plan
+
+
+def _asks_by_layer() -> bool:
+    """Whether vLLM calls `wait_for_layer_load` in this step: its layers run one by one, not as one CUDA graph."""
+    if not is_forward_context_available():
+        return False
+    context = get_forward_context()
+    is_one_graph = context.cudagraph_runtime_mode is CUDAGraphMode.FULL
+    return not is_one_graph and isinstance(context.attn_metadata, dict)

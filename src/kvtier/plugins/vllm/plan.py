@@ -40,6 +40,8 @@ class PageLoad:
     """The tokens of these blocks."""
     stored_in: str = DISK
     """The tier of the blocks that are not in the server's memory."""
+    is_whole: bool = False
+    """The step that uses the load also writes into its last page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +72,12 @@ class StepPlan(KVConnectorMetadata):
     """`preempted` requests lose their pages in this step: copies of them must finish first.
 
     `ended` requests have no further saves: their pages are freed when the requested ones are done. A step that
-    `is_idle` computes nothing.
+    `is_idle` computes nothing. When it was planned, the scheduler knew the workers' results up to step `known_step`:
+    nothing in this step depends on loads that were reported later.
     """
 
     number: int = 0
+    known_step: int = 0
     loads: list[PageLoad] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)

@@ -54,6 +54,8 @@ _NUM_THREADS = 4
 _IDLE_WAIT_S = 0.01
 """Longest total wait for answers of a step without work. Without it, vLLM's polling keeps the GIL from the threads
 that fetch them."""
+_PREPARED_S = 0.025
+"""vLLM's host schedules and prepares the prefill of a page behind 30,000 tokens in this time on an H200's host."""
 
 
 @dataclass(slots=True)
@@ -81,6 +83,7 @@ class SchedulerSide:
         self._events = events
         self._namespace = identity.fields.digest()
         self._block_tokens = identity.layout.block_tokens
+        self._block_bytes = identity.layout.block_bytes
         self._page_tokens = identity.page_tokens
         self._unit_tokens = identity.unit_tokens
         self._settings = settings
@@ -108,10 +111,12 @@ class SchedulerSide:
         self._decision = LoadOrCompute(
             Speeds(), identity.layout, chunk_tokens, always_loads=settings.always_load, clock=time.monotonic
         )
-        tier = RemoteTier(client, "server" if client.is_local else "tcp")
+        self._tier_name = "server" if client.is_local else "tcp"
+        tier = RemoteTier(client, self._tier_name)
         search = self._search_in(tier, identity)
         self._lookups = Lookups(tier, self._decision, self._threads, timeout_s=settings.timeout_s, search=search)
         self._steps = StepTimes(self._decision.speeds)
+        self._known_step = 0
         self._explainer = Explainer(client, identity)
         # vLLM reads and hashes requests on a thread, which would keep this one from the GIL for 5 ms at a time.
         QUICK_TURNS.begin()
@@ -164,6 +169,7 @@ class SchedulerSide:
             return 0
         if self._lookups.is_worth_waiting(lookup):
             return None
+        tracked.computes_last_page = self._hides_a_step(lookup)
         return max(0, self._end_token(tracked) - num_computed_tokens)
 
     def note_allocated(self, request: Request, tables: Sequence[list[int]], num_external_tokens: int) -> None:
@@ -193,6 +199,7 @@ class SchedulerSide:
                 leased=leased,
                 num_tokens=num_external_tokens,
                 stored_in=DISK if lookup.lease is None else lookup.lease.stored_in,
+                is_whole=self._end_token(tracked) >= request.num_tokens,
             )
         )
         self._lookups.begin_load(lookup)
@@ -212,7 +219,7 @@ class SchedulerSide:
         """What the workers load and save in this step."""
         self._steps.number += 1
         preempted = set(output.preempted_req_ids or ())
-        plan = StepPlan(self._steps.number, loads=self._loads, preempted=preempted)
+        plan = StepPlan(self._steps.number, self._known_step, loads=self._loads, preempted=preempted)
         self._loads = []
         for request_id in plan.preempted:
             self._drop_saves(request_id)
@@ -246,6 +253,7 @@ class SchedulerSide:
         failed: set[str] = set()
         if isinstance(news, WorkerNews):
             self._steps.note_done(news.step)
+            self._known_step = max(self._known_step, news.step)
             for loaded in news.loaded:
                 self._decision.note_load(loaded.tier, loaded.nbytes, loaded.seconds)
             if self._shared is not None:
@@ -347,6 +355,17 @@ class SchedulerSide:
         """Whether the last token may be loaded: vLLM then computes that token alone, as a decode."""
         return self._settings.whole_prompts and request.pooling_params is None  # pooling needs every token's output
 
+    def _hides_a_step(self, lookup: Lookup) -> bool:
+        """The load of the only prompt takes so long that vLLM prepares a prefill meanwhile.
+
+        On the device such a step begins with the first layers that arrive, and a decode only behind the whole load.
+        """
+        if len(self._tracked) > 1 or lookup.lease is None:
+            return False
+        nbytes = lookup.lease.num_blocks * self._block_bytes
+        load_s = self._decision.speeds.load_s(self._tier_name, nbytes)
+        return load_s is not None and load_s >= _PREPARED_S
+
     def _can_load_from(self, request: Request, num_tokens: int) -> bool:
         """Whether a load could extend this many tokens.
 
@@ -408,7 +427,8 @@ class SchedulerSide:
     def _end_token(self, tracked: Tracked) -> int:
         """The end of the load, at a page boundary."""
         lookup = tracked.lookup
-        end = min(lookup.end * self._block_tokens, tracked.request.num_tokens - lookup.num_computed_last)
+        num_computed_last = 1 if tracked.computes_last_page else lookup.num_computed_last
+        end = min(lookup.end * self._block_tokens, tracked.request.num_tokens - num_computed_last)
         return end // self._unit_tokens * self._unit_tokens
 
     def _in_memory(self, tracked: Tracked, num_external_tokens: int) -> int:

@@ -24,6 +24,8 @@ class Tracked:
     explanation: Explanation | None = None
     """Reported to the server when the request ends, because reporting costs the scheduler's thread time."""
     may_load: bool = True
+    computes_last_page: bool = False
+    """A prompt of full pages is loaded without the last one, although `whole_prompts` is on."""
 
 
 @dataclass(frozen=True, slots=True)

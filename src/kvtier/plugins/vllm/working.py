@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 import torch
 
@@ -31,10 +32,20 @@ from kvtier.transfer.worker_transfer import WorkerTransfer
 
 _STAGING_PIECES = 3
 _MIN_STAGING_BLOCKS = 16
-_IDLE_WAIT_S = 0.002
-"""Longest wait for a load in a step without work. Without it, vLLM's polling keeps the GIL from the load."""
+_IDLE_WAIT_S = 0.0005
+"""Longest wait for a load in a step without work. Without it, vLLM's polling keeps the GIL from the load; prompts that
+came meanwhile are looked up after it."""
 _ARRIVING_S = 0.05
 """Longest wait of a computing step for the load that precedes it on the device; usually about 15 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """Copies of a load that was reported in step number `step`, before they were done."""
+
+    step: int
+    copies: Copies
+    is_whole: bool
 
 
 class WorkerSide:
@@ -48,7 +59,14 @@ class WorkerSide:
         self._transfer: WorkerTransfer | None = None
         self._loading: dict[str, PageLoad] = {}
         self._coming: set[str] = set()
-        self._arriving: list[Copies] = []
+        self._arriving: list[_Arriving] = []
+        self._needed: list[Copies] = []
+        """Copies that the current step uses, or whose pages it may."""
+        self._layer_numbers = {name: number for number, name in enumerate(identity.layer_names)}
+        self._last_layer = identity.layout.layers - 1
+        self._unasked_layers = set(identity.layer_names)
+        """Layers of which vLLM has not said yet that it is about to queue them."""
+        self._waits_by_layer = False
         self._ended: set[str] = set()
         self._saving: dict[int, Save] = {}
         self._is_one_full = identity.block_groups.is_one_full
@@ -91,14 +109,33 @@ class WorkerSide:
         assert self._transfer is not None, "vLLM registers its pages before any step"
         return self._transfer
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """Before the step is queued on the device: order it after the loads that were reported as arrived."""
+    def begin_step(self, plan: StepPlan, *, asks_by_layer: bool = False) -> None:
+        """Before the step is queued on the device: order it after the loads that it may use.
+
+        If vLLM asks for each layer (`wait_for_layer`), the step begins with the first layers that are there.
+        """
         self._plan = plan
         if self._transfer is not None:
-            self._transfer.note_idle(is_idle=plan.is_idle)
-        for copies in self._arriving:
-            copies.precede(self._identity.layout.layers - 1)
-        self._arriving = [copies for copies in self._arriving if not copies.is_done]
+            self._transfer.begin_step(is_idle=plan.is_idle)
+        self._arriving = [one for one in self._arriving if not one.copies.is_done]
+        needed = [one for one in self._arriving if one.step <= plan.known_step]
+        self._needed = [one.copies for one in needed]
+        self._waits_by_layer = (
+            asks_by_layer
+            and not self._identity.is_opaque
+            and not self._unasked_layers
+            and not any(one.is_whole for one in needed)
+        )
+        if not self._waits_by_layer:
+            for copies in self._needed:
+                copies.precede(self._last_layer)
+
+    def wait_for_layer(self, name: str) -> None:
+        """Before vLLM queues the attention of this layer."""
+        self._unasked_layers.discard(name)
+        if self._waits_by_layer:
+            for copies in self._needed:
+                copies.precede(self._layer_numbers.get(name, self._last_layer))
 
     def start(self, plan: StepPlan) -> None:
         """Begin this step's loads."""
@@ -210,7 +247,7 @@ class WorkerSide:
 
     def _wait_for_loads(self, loads: LoadNews) -> None:
         """Wait a moment if the step needs what is arriving, or computes nothing."""
-        if not self._plan.is_idle and self._arriving:
+        if not self._plan.is_idle and self._needed:
             loads.wait_for_ends(_ARRIVING_S)
         elif self._plan.is_idle and self._coming:
             loads.wait_for_arrival(_IDLE_WAIT_S)
@@ -221,7 +258,7 @@ class WorkerSide:
     def _note_load(self, ended: EndedLoad) -> None:
         load = self._loading[ended.key]
         self._coming.discard(ended.key)
-        self._arriving += ended.arriving
+        self._arriving += [_Arriving(self._plan.number, copies, load.is_whole) for copies in ended.arriving]
         if ended.num_loaded < ended.num_blocks:
             self._stats.failed_loads += not self._rank
             self._news.failed_loads.add(load.request_id)
