@@ -3,6 +3,7 @@
     python -m benchmarks.vllm.test_gpu [--parts hits restart overhead decode starts failures hybrid] [--json FILE]
 
 Engines run in processes of their own, as `vllm serve` has them, with random weights of Qwen2.5-7B's shape in bfloat16.
+Starting one takes most of a minute, so `hits`, `overhead` and `decode` have the same three if they follow each other.
 
 - `hits`: no connector, vLLM's own offloading to host memory, and kvtier, in turns: time to first token of 30,000
   tokens, cold, from vLLM's own prefix cache, and after that was emptied; 10 prompts of 10,240 at once, 2 and 32 out.
@@ -49,7 +50,8 @@ from benchmarks.vllm.stand import Answer, VllmEngine, engine, kvtier_transfer
 from kvtier.testing.servers import ServerProcess, cache_server
 
 PLAIN, NATIVE, KVTIER = "no connector", "own offloading", "kvtier"
-PARTS = ("hits", "restart", "overhead", "decode", "starts", "failures", "hybrid")
+PARTS = ("hits", "overhead", "decode", "restart", "starts", "failures", "hybrid")
+SIDE_BY_SIDE = ("hits", "overhead", "decode")
 BARS = {
     "hits": {
         "vllm_own_hit_over_plain": "<= 1.05",
@@ -145,11 +147,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = {**_settings(size, arguments.parts), "whole_prompts": arguments.whole_prompts}
     result = Result("vllm.test_gpu", settings)
     bars = {name: bar for part in arguments.parts for name, bar in BARS[part].items()}
+    stand = GpuStand(size, folder, result, whole_prompts=arguments.whole_prompts)
     try:
-        stand = GpuStand(size, folder, result, whole_prompts=arguments.whole_prompts)
         for part in arguments.parts:
             started_at = time.monotonic()
             console.rule(part)
+            if part not in SIDE_BY_SIDE:
+                stand.close()
             try:
                 PART[part](stand)
             except Exception:  # without its figures, the others are still useful
@@ -157,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result.write(arguments.json)
             console.print(f"{part}: {time.monotonic() - started_at:.0f} s")
     finally:
+        stand.close()
         if arguments.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
     print_table(size.shape, result.rows)
@@ -199,6 +204,26 @@ class GpuStand:
         self.whole_prompts = whole_prompts
         self.folder = folder
         self.result = result
+        self._opened = contextlib.ExitStack()
+        self._engines: dict[str, VllmEngine] = {}
+
+    def side_by_side(self) -> dict[str, VllmEngine]:
+        """Engines without a connector, with vLLM's own offloading if it has that here, and with kvtier; open until
+        `close`.
+        """
+        if not self._engines:
+            native_gib = self.size.native_gib
+            server = self._opened.enter_context(self.server())
+            self._engines[PLAIN] = self._opened.enter_context(self.engine())
+            if native_gib is not None:
+                native = self.engine(kv_offloading_size=native_gib, kv_offloading_backend="native")
+                self._engines[NATIVE] = self._opened.enter_context(native)
+            self._engines[KVTIER] = self._opened.enter_context(self.engine(server))
+        return self._engines
+
+    def close(self) -> None:
+        self._engines.clear()
+        self._opened.close()
 
     def add(self, **row: object) -> None:
         console.print(", ".join(f"{name} {value}" for name, value in row.items()))
@@ -293,17 +318,10 @@ def _expect_cached(answers: Sequence[Answer], share: float, what: str) -> None:
 
 
 def measure_hits(stand: GpuStand) -> None:
-    size = stand.size
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(stand.server())
-        engines = {PLAIN: stack.enter_context(stand.engine())}
-        if size.native_gib is not None:
-            native = stand.engine(kv_offloading_size=size.native_gib, kv_offloading_backend="native")
-            engines[NATIVE] = stack.enter_context(native)
-        engines[KVTIER] = stack.enter_context(stand.engine(server))
-        _measure_first_tokens(stand, engines)
-        for num_tokens in (2, 32):
-            _measure_together(stand, engines, num_tokens)
+    engines = stand.side_by_side()
+    _measure_first_tokens(stand, engines)
+    for num_tokens in (2, 32):
+        _measure_together(stand, engines, num_tokens)
 
 
 def _measure_first_tokens(stand: GpuStand, engines: dict[str, VllmEngine]) -> None:
@@ -446,21 +464,20 @@ def measure_overhead(stand: GpuStand) -> None:
         "mixed": (24, size.num_short, size.short_tokens),
         "decode": (128, 32, size.short_tokens),
     }
-    with stand.server() as server, stand.engine() as plain, stand.engine(server) as kvtier:
-        engines = {PLAIN: plain, KVTIER: kvtier}
-        for load, (num_tokens, count, length) in loads.items():
-            rates: dict[str, list[float]] = {name: [] for name in engines}
-            for repeat in range(size.repeats + 1):  # the first is for warming up
-                prompts = [stand.prompt(length, "new", load, repeat, number) for number in range(count)]
-                for name in _turns(repeat, list(engines)):
-                    wait_until_quiet()
-                    rate, answers = stand.rate(engines[name], prompts, num_tokens)
-                    _expect_cached(answers, 0.0, f"{name}, {load}")
-                    if repeat:
-                        rates[name].append(rate)
-            ratios = [ours / others for ours, others in zip(rates[KVTIER], rates[PLAIN], strict=True)]
-            stand.add(what="overhead", state=load, ratios=[round(ratio, 4) for ratio in ratios], **_rounded(rates))
-            stand.figure(f"vllm_overhead_{load}", statistics.median(ratios))
+    engines = {name: stand.side_by_side()[name] for name in (PLAIN, KVTIER)}
+    for load, (num_tokens, count, length) in loads.items():
+        rates: dict[str, list[float]] = {name: [] for name in engines}
+        for repeat in range(size.repeats + 1):  # the first is for warming up
+            prompts = [stand.prompt(length, "new", load, repeat, number) for number in range(count)]
+            for name in _turns(repeat, list(engines)):
+                wait_until_quiet()
+                rate, answers = stand.rate(engines[name], prompts, num_tokens)
+                _expect_cached(answers, 0.0, f"{name}, {load}")
+                if repeat:
+                    rates[name].append(rate)
+        ratios = [ours / others for ours, others in zip(rates[KVTIER], rates[PLAIN], strict=True)]
+        stand.add(what="overhead", state=load, ratios=[round(ratio, 4) for ratio in ratios], **_rounded(rates))
+        stand.figure(f"vllm_overhead_{load}", statistics.median(ratios))
 
 
 def _rounded(rates: dict[str, list[float]]) -> dict[str, object]:
@@ -473,17 +490,17 @@ def measure_decode(stand: GpuStand) -> None:
     beside = stand.mid_prompts("beside decode")
     streams = [stand.prompt(size.short_tokens, "stream", number) for number in range(8)]
     p99: dict[str, list[float]] = {"own": [], "loaded": []}
-    with stand.server() as server, stand.engine(server) as one:
-        stand.rate(one, beside, 2)
-        for repeat in range(size.repeats + 1):  # the first is for warming up
-            for state in _turns(repeat, list(p99)):
-                wait_until_quiet()
-                one.forget_prefixes()
-                if state == "own":
-                    stand.rate(one, beside, 2)
-                gaps = sorted(one.gaps_beside(streams, beside, every=8))
-                if repeat:
-                    p99[state].append(gaps[int(0.99 * (len(gaps) - 1))])
+    one = stand.side_by_side()[KVTIER]
+    stand.rate(one, beside, 2)
+    for repeat in range(size.repeats + 1):  # the first is for warming up
+        for state in _turns(repeat, list(p99)):
+            wait_until_quiet()
+            one.forget_prefixes()
+            if state == "own":
+                stand.rate(one, beside, 2)
+            gaps = sorted(one.gaps_beside(streams, beside, every=8))
+            if repeat:
+                p99[state].append(gaps[int(0.99 * (len(gaps) - 1))])
     for state, values in p99.items():
         stand.add(what="between tokens, p99", state=state, ms=[round(1e3 * value, 2) for value in values])
     ratios = [loaded / own for loaded, own in zip(p99["loaded"], p99["own"], strict=True)]

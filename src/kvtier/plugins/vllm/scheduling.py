@@ -56,6 +56,8 @@ _IDLE_WAIT_S = 0.01
 that fetch them."""
 _PREPARED_S = 0.025
 """vLLM's host schedules and prepares the prefill of a page behind 30,000 tokens in this time on an H200's host."""
+_UNKNOWN_BYTES_PER_S = 50e9
+"""The speed of an engine's first load, until it is measured."""
 
 
 @dataclass(slots=True)
@@ -364,7 +366,7 @@ class SchedulerSide:
             return False
         nbytes = lookup.lease.num_blocks * self._block_bytes
         load_s = self._decision.speeds.load_s(self._tier_name, nbytes)
-        return load_s is not None and load_s >= _PREPARED_S
+        return (nbytes / _UNKNOWN_BYTES_PER_S if load_s is None else load_s) >= _PREPARED_S
 
     def _can_load_from(self, request: Request, num_tokens: int) -> bool:
         """Whether a load could extend this many tokens.
