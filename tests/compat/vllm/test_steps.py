@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 import kvtier
@@ -23,7 +24,7 @@ from kvtier.blocks.namespace import NamespaceFields
 from kvtier.client.client import CacheClient
 from kvtier.plugins.vllm.groups import Group
 from kvtier.plugins.vllm.identity import Identity
-from kvtier.plugins.vllm.plan import StepPlan
+from kvtier.plugins.vllm.plan import StepPlan, WorkerNews
 from kvtier.plugins.vllm.scheduling import SchedulerSide
 from kvtier.plugins.vllm.settings import ConnectorSettings
 from kvtier.testing.servers import ServerProcess, cache_server
@@ -100,6 +101,26 @@ class Engine:
     def match(self, request: Request) -> None:
         self._num_matched(request)
         self.side.note_allocated(request, ([],), 0)
+
+    def load(self, name: str, seed: int) -> Request:
+        """A prompt of four blocks that the server has; its load begins with the next step."""
+        tokens = _tokens(4 * _TOKENS, seed)
+        client: CacheClient = vars(self.side)["_client"]
+        hashes = block_hashes(_FIELDS.digest(), tokens, _TOKENS)
+        client.set(hashes, [bytes(_LAYOUT.block_bytes)] * len(hashes))
+        hasher = get_request_block_hasher(_TOKENS, sha256)
+        request = Request(name, tokens, SamplingParams(max_tokens=1000), None, block_hasher=hasher)
+        self.own.hashes = set()
+        self.side.on_new_request(request)
+        count = self._num_matched(request)
+        self.side.note_allocated(request, (list(range(4)),), count)
+        request.num_computed_tokens = count
+        return request
+
+    def report_loaded(self, names: Collection[str], failed: Collection[str] = (), step: int = 0) -> None:
+        """The results of a step in which these loads arrived."""
+        news = WorkerNews(step, failed_loads=set(failed))
+        self.side.note_transfers(KVConnectorOutput(finished_recving=set(names), kv_connector_worker_meta=news))
 
     def num_matched(self, tokens: list[int]) -> int:
         """How many of these tokens, of a new prompt, the side offers to load."""
@@ -343,3 +364,32 @@ def test_a_prompt_is_loaded_without_its_last_page_if_that_takes_long_and_nothing
             engine.add(f"other {number}", _tokens(40, seed=701 + number))
 
         assert engine.num_matched(tokens) == num_loaded
+
+
+def test_a_step_names_the_loads_that_it_is_the_first_to_use(server: ServerProcess) -> None:
+    with _engine(server, always_load=True) as engine:
+        loaded = [engine.load(str(number), seed=710 + number) for number in range(4)]
+        engine.report_loaded(["0", "1", "2", "3"], failed=["1"])
+        engine.side.finish(loaded[2])
+
+        assert engine.step({}).first_used == set()
+        assert engine.step({loaded[0]: 1, loaded[1]: 1}).first_used == {0}
+        assert engine.step({loaded[0]: 1, loaded[3]: 1}).first_used == {3}
+        assert engine.step({loaded[3]: 1}).first_used == set()
+
+
+def test_a_prompt_that_is_loaded_whole_is_not_only_read(server: ServerProcess) -> None:
+    with _engine(server, always_load=True, whole_prompts=True) as engine:
+        vars(engine.side)["_decision"].note_load("server", 4 * _LAYOUT.block_bytes, 0.001)
+        loaded = engine.load("whole", seed=720)
+        engine.report_loaded(["whole"])
+
+        assert engine.step({loaded: 1}).first_used == set()
+
+
+def test_a_plan_says_up_to_which_step_the_results_are_known(server: ServerProcess) -> None:
+    with _engine(server, always_load=True) as engine:
+        engine.load("a", seed=730)
+        assert [engine.step({}).known_step for _ in range(2)] == [0, 0]
+        engine.report_loaded(["a"], step=1)
+        assert engine.step({}).known_step == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -251,10 +251,10 @@ class _EarlyLoads:
         vars(self.side)["_transfer"] = self.transfer
         self.layers = identity.layer_names
 
-    def report(self, step: int, *, is_whole: bool = False) -> _Copies:
+    def report(self, step: int) -> _Copies:
         """A load that is reported in this step, while its last copies are under way."""
         plan = StepPlan(step, step - 1, is_idle=True)
-        plan.loads = [PageLoad(step, f"request {step}", [1], 0, _HASHES[:1], 30.0, None, _TOKENS, is_whole=is_whole)]
+        plan.loads = [PageLoad(step, f"request {step}", [1], 0, _HASHES[:1], 30.0, None, _TOKENS)]
         copies = _Copies()
         self.side.begin_step(plan)
         self.side.start(plan)
@@ -264,8 +264,10 @@ class _EarlyLoads:
         assert self.side.results().finished_recving == {f"request {step}"}
         return copies
 
-    def step(self, number: int, known_step: int, *, asks_by_layer: bool, ask: bool = True) -> None:
-        self.side.begin_step(StepPlan(number, known_step), asks_by_layer=asks_by_layer)
+    def step(
+        self, number: int, known_step: int, used: Collection[int] = (), *, asks_by_layer: bool, ask: bool = True
+    ) -> None:
+        self.side.begin_step(StepPlan(number, known_step, first_used=set(used)), asks_by_layer=asks_by_layer)
         for name in self.layers if asks_by_layer and ask else ():
             self.side.wait_for_layer(name)
 
@@ -293,7 +295,7 @@ def early(server: ServerProcess, own_identity: Identity) -> Iterator[_EarlyLoads
 def test_a_step_waits_for_each_layer_of_a_load_when_vllm_asks_for_it(early: _EarlyLoads) -> None:
     early.step(1, 0, asks_by_layer=True)
     copies = early.report(2)
-    early.step(3, 2, asks_by_layer=True)
+    early.step(3, 2, [2], asks_by_layer=True)
     assert copies.preceded == [0, 1]
 
     early.side.wait_for_layer("a layer with another's memory")
@@ -303,20 +305,29 @@ def test_a_step_waits_for_each_layer_of_a_load_when_vllm_asks_for_it(early: _Ear
 def test_a_step_waits_for_all_of_a_load_before_vllm_has_asked_for_every_layer(early: _EarlyLoads) -> None:
     early.side.wait_for_layer(early.layers[0])
     copies = early.report(2)
-    early.step(3, 2, asks_by_layer=True, ask=False)
+    early.step(3, 2, [2], asks_by_layer=True, ask=False)
 
     assert copies.preceded == [1]
 
 
-@pytest.mark.parametrize(("asks_by_layer", "is_whole"), [(False, False), (True, True)])
-def test_a_graph_of_all_layers_and_a_step_that_writes_into_a_load_wait_for_all_of_it(
-    early: _EarlyLoads, asks_by_layer: bool, is_whole: bool
+@pytest.mark.parametrize(("asks_by_layer", "used"), [(False, [2]), (True, []), (True, [7])])
+def test_a_graph_of_all_layers_and_a_step_that_may_write_into_a_load_wait_for_all_of_it(
+    early: _EarlyLoads, asks_by_layer: bool, used: list[int]
 ) -> None:
     early.step(1, 0, asks_by_layer=True)
-    copies = early.report(2, is_whole=is_whole)
-    early.step(3, 2, asks_by_layer=asks_by_layer)
+    copies = early.report(2)
+    early.step(3, 2, used, asks_by_layer=asks_by_layer)
 
     assert copies.preceded == [1]
+
+
+def test_one_load_that_the_step_may_write_into_makes_it_wait_for_all_loads(early: _EarlyLoads) -> None:
+    early.step(1, 0, asks_by_layer=True)
+    used, ended = early.report(2), early.report(3)
+    used.preceded.clear()
+    early.step(4, 3, [2], asks_by_layer=True)
+
+    assert used.preceded == ended.preceded == [1]
 
 
 def test_a_step_planned_before_the_scheduler_knew_of_a_load_does_not_wait_for_it(early: _EarlyLoads) -> None:

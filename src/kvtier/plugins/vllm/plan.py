@@ -40,8 +40,6 @@ class PageLoad:
     """The tokens of these blocks."""
     stored_in: str = DISK
     """The tier of the blocks that are not in the server's memory."""
-    is_whole: bool = False
-    """The step that uses the load also writes into its last page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,8 @@ class StepPlan(KVConnectorMetadata):
 
     `ended` requests have no further saves: their pages are freed when the requested ones are done. A step that
     `is_idle` computes nothing. When it was planned, the scheduler knew the workers' results up to step `known_step`:
-    nothing in this step depends on loads that were reported later.
+    nothing in this step depends on loads that were reported later. It is the first to use the loads with these numbers
+    (`first_used`), and only reads their pages.
     """
 
     number: int = 0
@@ -82,6 +81,7 @@ class StepPlan(KVConnectorMetadata):
     saves: list[Save] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
+    first_used: set[int] = field(default_factory=set)
     is_idle: bool = False
 
 

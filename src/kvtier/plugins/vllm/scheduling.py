@@ -99,6 +99,8 @@ class SchedulerSide:
         self._load_numbers = itertools.count()
         self._loading: dict[int, _Loading] = {}
         self._waiting: set[str] = set()
+        self._unused: dict[str, int] = {}
+        """Loads that no step has used yet, by their requests: those that came whole, and that a step only reads."""
         self._running: set[str] = set()
         self._ending: set[str] = set()
         self._behind: set[str] = set()
@@ -201,9 +203,10 @@ class SchedulerSide:
                 leased=leased,
                 num_tokens=num_external_tokens,
                 stored_in=DISK if lookup.lease is None else lookup.lease.stored_in,
-                is_whole=self._end_token(tracked) >= request.num_tokens,
             )
         )
+        if self._end_token(tracked) < request.num_tokens:  # else the step computes the last token anew
+            self._unused[request.request_id] = number
         self._lookups.begin_load(lookup)
         self._loading[number] = _Loading(lookup, self._num_ranks)
         self._waiting.add(request.request_id)
@@ -228,6 +231,7 @@ class SchedulerSide:
         self._running = set(output.num_scheduled_tokens)
         self._idle_wait_s = _IDLE_WAIT_S
         plan.is_idle = not self._running
+        plan.first_used = self._take_used(output)
         self._take_pages(output)
         self._behind |= output.scheduled_cached_reqs.resumed_req_ids
         saves: list[Save] = []
@@ -266,6 +270,7 @@ class SchedulerSide:
             self._note_saved(news.saved)
         self._waiting -= output.finished_recving or set()
         for request_id in failed:
+            self._unused.pop(request_id, None)
             tracked = self._tracked.get(request_id)
             if tracked is not None:  # another load would fail too: compute the rest, and save what the cache lacks
                 tracked.may_load = False
@@ -274,6 +279,11 @@ class SchedulerSide:
                 tracked.explanation = self._explainer.explain(
                     tracked.request, tracked.lookup.root, local, {}, MatchEnd.LOST, local
                 )
+
+    def _take_used(self, output: SchedulerOutput) -> set[int]:
+        """The loads that this step is the first to use. Without the request of a load, its pages may be another's."""
+        used = [request_id for request_id in self._unused if request_id in output.num_scheduled_tokens]
+        return {self._unused.pop(request_id) for request_id in used}
 
     def _note_ended(self, number: int, num_ranks: int) -> None:
         """`num_ranks` more ranks have finished a load: its lease is released after the last."""
@@ -291,6 +301,7 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         self._running.discard(request.request_id)
         self._behind.discard(request.request_id)
+        self._unused.pop(request.request_id, None)
         if tracked is None:
             return False
         if tracked.explanation is not None:

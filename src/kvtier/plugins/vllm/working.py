@@ -41,11 +41,11 @@ _ARRIVING_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """Copies of a load that was reported in step number `step`, before they were done."""
+    """Copies of the load with this `number`, which was reported in step number `step`, before they were done."""
 
+    number: int
     step: int
     copies: Copies
-    is_whole: bool
 
 
 class WorkerSide:
@@ -124,7 +124,7 @@ class WorkerSide:
             asks_by_layer
             and not self._identity.is_opaque
             and not self._unasked_layers
-            and not any(one.is_whole for one in needed)
+            and all(one.number in plan.first_used for one in needed)  # before its wait, a layer may write anywhere else
         )
         if not self._waits_by_layer:
             for copies in self._needed:
@@ -258,7 +258,7 @@ class WorkerSide:
     def _note_load(self, ended: EndedLoad) -> None:
         load = self._loading[ended.key]
         self._coming.discard(ended.key)
-        self._arriving += [_Arriving(self._plan.number, copies, load.is_whole) for copies in ended.arriving]
+        self._arriving += [_Arriving(load.number, self._plan.number, copies) for copies in ended.arriving]
         if ended.num_loaded < ended.num_blocks:
             self._stats.failed_loads += not self._rank
             self._news.failed_loads.add(load.request_id)
