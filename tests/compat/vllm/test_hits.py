@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,9 @@ from tests.compat.vllm.engines import (
     answers_without_cache,
     ask,
     ask_one,
+    begin,
     counter,
+    drive,
     engine,
     forget_prefixes,
     model_folder,
@@ -146,33 +149,68 @@ class _LateCopies:
             self._made.set()
 
 
-def test_a_step_uses_a_load_whose_last_blocks_arrive_beside_it_layer_by_layer(
-    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Work on a device would run later than it is queued; here, a load is made only when something is ordered after."""
-    (expected,) = answers_without_cache(model_folder(), [_PROMPT])
+def _connector_of(llm: vllm.LLM) -> Any:
+    """The scheduler's side of the plug-in."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.connector
+
+
+def _copy_late(monkeypatch: pytest.MonkeyPatch) -> list[_LateCopies]:
+    """The copies of loads from now on but the first, with which a load on an idle device is reported.
+
+    Work on a device would run later than it is queued; here, a load is made only when something is ordered after it.
+    """
     load = HostCopier.load
+    num_calls = itertools.count()
     begun: list[_LateCopies] = []
 
     def load_late(copier: HostCopier, *arguments: Any, **named: Any) -> Copies:
-        if not begun and not first:
-            first.append(True)  # a load is reported when its first block has arrived
+        if not next(num_calls):
             return load(copier, *arguments, **named)
         begun.append(_LateCopies(functools.partial(load, copier, *arguments, **named)))
         return begun[-1]
 
+    monkeypatch.setattr(HostCopier, "load", load_late)
+    return begun
+
+
+def test_a_step_uses_a_load_whose_last_blocks_arrive_beside_it_layer_by_layer(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = answers_without_cache(model_folder(), [_PROMPT])
     with engine(model_folder(), server.unix) as llm:
         ask_one(llm, _PROMPT)
         wait_until_stored(server.unix, _PROMPT)
         forget_prefixes(llm)
-        first: list[bool] = []
-        monkeypatch.setattr(HostCopier, "load", load_late)
+        begun = _copy_late(monkeypatch)
         answer = ask_one(llm, _PROMPT)
 
     assert (answer.tokens, answer.num_cached) == (expected, _whole_pages(300, 32))
     num_layers = len(set(begun[0].preceded))
     assert num_layers > 1
     assert begun[0].preceded == list(range(num_layers))
+
+
+def test_a_request_in_the_pages_of_an_aborted_load_writes_into_them_after_its_last_bytes(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tokens_of(300, seed=40)
+    (expected,) = answers_without_cache(model_folder(), [other])
+    with engine(model_folder(), server.unix, num_gpu_blocks_override=14, max_model_len=400) as llm:
+        ask_one(llm, _PROMPT)
+        wait_until_stored(server.unix, _PROMPT)
+        forget_prefixes(llm)
+        begun = _copy_late(monkeypatch)
+        begin(llm, "aborted", _PROMPT)
+        begin(llm, "other", other)  # it waits for pages
+        waiting = _connector_of(llm)._scheduler._waiting  # loads that the scheduler knows of
+        while waiting or not begun:
+            llm.llm_engine.step()
+            assert not begun or not begun[0].preceded
+        llm.llm_engine.abort_request(["aborted"])
+        answers = drive(llm)
+
+    assert answers.tokens["other"] == expected
+    assert len(set(begun[0].preceded)) == 1
 
 
 def test_a_new_engine_on_the_same_server_hits(server: ServerProcess) -> None:
