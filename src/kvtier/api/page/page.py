@@ -35,7 +35,9 @@ class _LogIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Page:
-    """The page of `view`. `may_change` says whether this server has paths that change what is cached."""
+    """The page of `view`. `may_change` says whether this server has named prefixes, and paths that change what is
+    cached.
+    """
 
     def __init__(self, view: View, access: Access, config: PageConfig, *, may_change: bool = True) -> None:
         self._view = view
@@ -123,6 +125,7 @@ class Page:
             "is_in": not has_keys or session is not None,
             "key": None if session is None else session.tenant.name,
             "may_change": may_change,
+            "has_prefixes": self._may_change,
             "csrf": csrf,
         }
 

@@ -109,12 +109,17 @@ class PrefixBook:
         if is_full:
             raise ConfigError(f"there are {MAX_PREFIXES} named prefixes already: drop one first")
 
-    def add(self, record: PrefixRecord, content: PrefixContent) -> None:
-        """Store a prefix, replacing any of the same name. Raises `ConfigError` if the disk or the book is full."""
-        encoded = msgspec.msgpack.encode(content)
+    def add(self, record: PrefixRecord, content: PrefixContent) -> PrefixRecord:
+        """Store a prefix, replacing any of the same name. Raises `ConfigError` if the disk or the book is full.
+
+        One without text keeps the text of the same prefix before. Returns the record as it is stored.
+        """
         with self._files:
             self.check_room(record.name)
             before = self.get(record.name)
+            if before is not None and not record.has_text:
+                record, content = self._with_text(record, content, before)
+            encoded = msgspec.msgpack.encode(content)
             if len(encoded) > _MAX_CONTENT_BYTES or self._stored_bytes() + len(encoded) > self.max_all_bytes:
                 raise ConfigError("the texts of all named prefixes together are too large: drop one first")
             if self._folder is None:
@@ -129,6 +134,16 @@ class PrefixBook:
                 raise
             if before is not None and before.file != record.file:
                 self._forget(before)
+            return record
+
+    def _with_text(
+        self, record: PrefixRecord, content: PrefixContent, before: PrefixRecord
+    ) -> tuple[PrefixRecord, PrefixContent]:
+        is_same = (before.model, before.key, before.root) == (record.model, record.key, record.root)
+        had = self.content(before) if is_same else None
+        if had is None or had.text is None or had.joined_hashes != content.joined_hashes:
+            return record, content
+        return msgspec.structs.replace(record, has_text=True), msgspec.structs.replace(content, text=had.text)
 
     def change(self, record: PrefixRecord, **changes: object) -> PrefixRecord:
         """Change fields of a prefix's record. Raises `ConfigError` if the prefix is gone or cannot be written."""

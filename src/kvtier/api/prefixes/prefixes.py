@@ -340,13 +340,12 @@ class Prefixes:
                 if record.is_pinned:
                     cache = self.cache_of(record)
                     await self._ask(lambda: cache.pin(record.namespace_bytes, content.hashes, keep=True))
-                await self._in_book(lambda: self._book.add(record, content))
+                return await self._in_book(lambda: self._book.add(record, content))
             except HttpError:
                 await self._restore_pins(record, content, before)
                 raise
             finally:
                 self._forget_places()
-        return record
 
     async def _restore_pins(self, record: PrefixRecord, content: PrefixContent, before: PrefixRecord | None) -> None:
         """Unpin the blocks of `record`, which could not be stored, and pin those of `before`, which it replaces."""

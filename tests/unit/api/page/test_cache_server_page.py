@@ -148,6 +148,7 @@ def test_with_a_token_whoever_looks_has_to_know_it(server: CacheServer) -> None:
         page.close()
 
     assert not session["may_change"]
+    assert not session["has_prefixes"]
 
 
 def test_other_hosts_need_a_token(server: CacheServer) -> None:

@@ -123,6 +123,7 @@ def test_changes_need_an_admin(keyed: Running) -> None:
     assert refused.status_code == 403
     assert refused.json()["error"]["code"] == "no_admin"
     assert session["may_change"]
+    assert session["has_prefixes"]
 
 
 def test_other_pages_may_not_ask_even_where_the_api_allows_them(engine: FakeEngine) -> None:

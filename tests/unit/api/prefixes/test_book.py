@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvtier.api.prefixes.book import MAX_PREFIXES, PrefixBook, new_file
@@ -72,6 +73,30 @@ def test_a_changed_name_a_removed_one_and_one_that_is_replaced(tmp_path: Path) -
     assert content is not None
     assert content.text == PrefixText(["3"], "Be brief.")
     assert len(list(tmp_path.iterdir())) == 2  # the names, and one file
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_a_prefix_without_text_keeps_that_of_the_same_prefix_before(tmp_path: Path, is_on_disk: bool) -> None:
+    book = PrefixBook(tmp_path if is_on_disk else None)
+    book.add(record_of("handbook"), content_of())
+    imported = record_of("handbook", has_text=False)
+    stored = book.add(imported, PrefixContent(b"\1" * 64))
+
+    assert stored == book.get("handbook") == msgspec.structs.replace(imported, has_text=True)
+    assert book.content(stored) == content_of()
+
+
+@pytest.mark.parametrize(
+    ("fields", "hashes"),
+    [({"model": "other"}, b"\1"), ({"root": "ef" * 32}, b"\1"), ({"key": "another's"}, b"\1"), ({}, b"\2")],
+)
+def test_a_prefix_without_text_gets_none_of_another_prefix(fields: dict[str, str], hashes: bytes) -> None:
+    book = PrefixBook()
+    book.add(record_of("handbook"), content_of())
+    stored = book.add(record_of("handbook", has_text=False, **fields), PrefixContent(hashes * 64))
+
+    assert not stored.has_text
+    assert book.content(stored) == PrefixContent(hashes * 64)
 
 
 def test_a_book_without_a_folder_is_in_memory() -> None:

@@ -11,6 +11,10 @@ export function mayChange() {
   return session !== null && session.may_change;
 }
 
+export function hasPrefixes() {
+  return session !== null && session.has_prefixes;
+}
+
 export function needsKey() {
   return session !== null && session.needs_key;
 }

@@ -1,6 +1,6 @@
 // Cached blocks by namespace and prefix, and the actions on them.
 
-import { follow, get, mayChange, needsKey, send } from "./api.js";
+import { follow, get, hasPrefixes, mayChange, needsKey, send } from "./api.js";
 import { ask, askText, bar, make, show, table, unseen } from "./dom.js";
 import { ago, bytes, count, date, inOrder, kindOf, nameOf, share, sum } from "./format.js";
 
@@ -48,15 +48,10 @@ export class Prefixes {
   }
 
   async prefixes() {
-    try {
-      return await get(`prefixes?limit=${LIMIT}`);
-    } catch (error) {
-      if (error.status === 404) return { prefixes: [], is_cut: false, isMissing: true };
-      throw error;
-    }
+    return hasPrefixes() ? get(`prefixes?limit=${LIMIT}`) : { prefixes: [], is_cut: false };
   }
 
-  showTree(namespaces, { prefixes, isMissing }) {
+  showTree(namespaces, { prefixes }) {
     const open = new Set([...this.tree.querySelectorAll("details[open]")].map((one) => one.dataset.namespace));
     const isFirst = this.tree.querySelector("details") === null;
     const known = new Map(namespaces.map((space) => [space.namespace, space]));
@@ -71,7 +66,7 @@ export class Prefixes {
           make("strong", {}, title), ` ${space.namespace.slice(0, 12)}`,
           space.tenant && ` of ${space.tenant}`,
           ` · ${count(space.blocks)} blocks in memory (${bytes(space.bytes)}), ${count(space.disk_blocks)} on disk`),
-        own.length ? this.table(own) : make("p", { class: "quiet" }, isMissing ? "This server keeps no names of prefixes." : "No prefix of this namespace has a name."));
+        own.length ? this.table(own) : make("p", { class: "quiet" }, hasPrefixes() ? "No prefix of this namespace has a name." : "This server keeps no names of prefixes."));
       return details;
     });
     const focused = this.tree.contains(document.activeElement) ? placeOf(document.activeElement) : null;
