@@ -51,7 +51,7 @@ for name in ("freeze", "unfreeze"):  # vLLM would thaw it
     setattr(gc, name, lambda: None)
 
 # Each engine looks for kernels to replace in all modules; after the first there are none. Not in older releases.
-if hasattr(current_platform, "register_triton_kernel_overrides"):
+if callable(getattr(current_platform, "register_triton_kernel_overrides", None)):  # unknown names are None
     replace_kernels = functools.cache(current_platform.register_triton_kernel_overrides)
     type(current_platform).register_triton_kernel_overrides = staticmethod(replace_kernels)
 
