@@ -5,7 +5,7 @@
 `--jobs` replays run at the same time, by default as many as there are cores. LRU and ours, the adaptive policy, run in
 the real pool; S3-FIFO, ARC and a clairvoyant cache are plain ones (`baselines`). Hits are the leading resident blocks
 of 512 tokens, at most the prompt's tokens, over all prompt tokens. Beside the recorded traces there are some that are
-made up here (`synthetic`); `--quick` has those alone, shorter ones. One more (`held_out`) was not used for any choice
+made up here (`synthetic`); `--quick` has those alone, shorter ones. One more (`held_out`) was hardly used for choices
 of the policy. `agentic_N` is ours on the agents' trace with N blocks, `lru_off` the largest difference between our LRU
 and what another program measured on the same trace. `--peers` takes the other policies' rates, which are always the
 same, from an earlier result. Ends with status 1 when a figure misses its bar. No figure depends

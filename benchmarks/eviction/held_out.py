@@ -1,4 +1,4 @@
-"""A made-up trace of agents and chats on which nothing was chosen: no constant of a policy was tried on it.
+"""A made-up trace of agents and chats. Choices of the policy saw no sizes of it but 500 and 1,000 blocks.
 
 Sessions arrive in a Poisson process, one every 25 s for three hours. Each is an agent or a chat, with equal chance,
 behind one of twelve system prompts of 4 to 16 blocks, of which the n-th has a weight of 1/n. It begins with a text of

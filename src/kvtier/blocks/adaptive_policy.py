@@ -1,4 +1,4 @@
-"""Evicts the blocks least likely to be used soon, as learned from the traffic; where LRU does better, acts as LRU.
+"""Evicts the blocks least likely to be used soon, as learned from the traffic; where simpler rules do better, by those.
 
 Blocks that were last used together are a `Run`: a stretch of one prompt, with the history of the gaps between its
 uses. A prompt loses its end first, so a run shrinks from its last block. Runs with similar gaps form a class, and each
@@ -10,7 +10,8 @@ blocks that continue a prompt inherit the history of what they continue; those t
 without one. New blocks that are worth less than every candidate are declined, except for the first block of a run that
 a match can reach: no match can reach blocks behind a gap.
 
-`Duel` compares it with LRU, run by run. While LRU rules, the oldest run is evicted and nothing is declined.
+`Duel` compares it with LRU and with age per use (`ages`), run by run. While one of these rules, the oldest run is
+evicted and nothing is declined.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from kvtier.blocks.ages import Rule
 from kvtier.blocks.candidates import ONE_USE_S, Candidates
 from kvtier.blocks.duel import Duel
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.reuse_model import ReuseModel, class_of
-from kvtier.blocks.run import Run, Scoped
+from kvtier.blocks.run import MAX_USES, Run, Scoped
 from kvtier.blocks.shadows import pops_of_one
 from kvtier.blocks.share import Share
 
@@ -186,13 +188,13 @@ class AdaptivePolicy(Generic[_Block]):
                 run = self._reused(old, now)
             else:
                 self._duel.moved(old, len(blocks))
-                run = Run(old.gap_class, old.log2_gap)
+                run = Run(old.gap_class, old.log2_gap, old.num_uses)
                 used_at = old.used_at if is_use else now
             run.is_tail = old.is_tail and not old.num_live
             if len(old.blocks) > 2 * old.num_live:
                 old.blocks = [block for block in old.blocks if block.run is old and _is_listed(block)]
         before = made[-1][0] if made else None
-        if before is not None and before.gap_class == run.gap_class:
+        if before is not None and before.gap_class == run.gap_class and before.num_uses == run.num_uses:
             before.is_tail = run.is_tail
             run = before
             made[-1] = (run, made[-1][1] + of_lru)
@@ -217,7 +219,7 @@ class AdaptivePolicy(Generic[_Block]):
     def _heir(self, source: Run[_Block]) -> Run[_Block]:
         """A run with the history of `source`; if `source` is in use, with the history it will have afterwards."""
         if source.num_live or source.used_at is None:
-            return Run(source.gap_class, source.log2_gap)
+            return Run(source.gap_class, source.log2_gap, source.num_uses)
         return _after(source, self._clock())
 
     # --- evictions -------------------------------------------------------------------------------------------------
@@ -236,7 +238,8 @@ class AdaptivePolicy(Generic[_Block]):
             found = self._choose(newcomer)
             if found is None:
                 return []
-            run, self._num_left = found, pops_of_one(self._capacity)
+            is_by_age = self._duel.rule is not Rule.WORTH
+            run, self._num_left = found, found.num_live if is_by_age else pops_of_one(self._capacity)
             self._victim, self._weighed_for = run, newcomer
         popped = self._pop(run, min(count, self._num_left))
         self._num_left -= len(popped)
@@ -244,7 +247,7 @@ class AdaptivePolicy(Generic[_Block]):
 
     def pop_oldest(self) -> _Block | None:
         """The victim that LRU would choose, run by run."""
-        return self._pop(self._candidates.oldest(), 1)[0] if len(self._candidates) else None
+        return self._pop(self._candidates.oldest(Rule.LRU, self._clock()), 1)[0] if len(self._candidates) else None
 
     def put_back(self, blocks: Sequence[_Block]) -> None:
         for block in reversed(blocks):
@@ -280,9 +283,9 @@ class AdaptivePolicy(Generic[_Block]):
     def _choose(self, newcomer: Run[_Block] | None) -> Run[_Block] | None:
         if not len(self._candidates):
             return None
-        if self._duel.lru_rules:
-            return self._candidates.oldest()
         now = self._clock()
+        if self._duel.rule is not Rule.WORTH:
+            return self._candidates.oldest(self._duel.rule, now)
         worth, _, _, found = self._candidates.compare(now)
         if newcomer is not None and self._declines and self._is_declined(newcomer, worth, now):
             newcomer.is_declined = True
@@ -345,7 +348,7 @@ def _after(run: Run[_Block], now: float) -> Run[_Block]:
     log2_gap = math.log2(max(now - run.used_at, ONE_USE_S))
     if run.log2_gap is not None:
         log2_gap = (log2_gap + run.log2_gap) / 2
-    return Run(class_of(log2_gap), log2_gap)
+    return Run(class_of(log2_gap), log2_gap, min(MAX_USES, run.num_uses + 1))
 
 
 def _is_listed(block: RunBlock) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections import OrderedDict
 from typing import Generic, TypeAlias, TypeVar
 
+from kvtier.blocks.ages import Rule, oldest
 from kvtier.blocks.reuse_model import FIRST_S, NUM_BUCKETS, NUM_CLASSES, ReuseModel
-from kvtier.blocks.run import Run
+from kvtier.blocks.run import MAX_USES, Run
 
 _NUM_SAMPLED = 16
 _NUM_ADDED = 4
@@ -22,7 +22,6 @@ _Item = TypeVar("_Item")
 Candidate: TypeAlias = tuple[float, int, int, Run[_Item]]
 """A run's worth, its order of use, and a number that no other candidate has, so that candidates can be sorted."""
 _frexp = math.frexp
-_order = operator.attrgetter("order")
 
 
 class Candidates(Generic[_Item]):
@@ -33,6 +32,7 @@ class Candidates(Generic[_Item]):
         self.runs: list[Run[_Item]] = []
         self._places: dict[Run[_Item], int] = {}
         self._classes: list[OrderedDict[Run[_Item], None]] = [OrderedDict() for _ in range(NUM_CLASSES)]
+        self._by_uses: list[OrderedDict[Run[_Item], None]] = [OrderedDict() for _ in range(MAX_USES + 1)]
         self._seed = 1
         self._best: list[Candidate[_Item]] = []
         self._compared_at = -math.inf
@@ -48,10 +48,10 @@ class Candidates(Generic[_Item]):
         self._best.clear()
         self._places[run] = len(self.runs)
         self.runs.append(run)
-        of_class = self._classes[run.gap_class]
-        of_class[run] = None
-        if not is_newest:
-            of_class.move_to_end(run, last=False)
+        for runs in (self._classes[run.gap_class], self._by_uses[run.num_uses]):
+            runs[run] = None
+            if not is_newest:
+                runs.move_to_end(run, last=False)
 
     def remove(self, run: Run[_Item]) -> None:
         place = self._places.pop(run)
@@ -60,10 +60,11 @@ class Candidates(Generic[_Item]):
             self.runs[place] = last
             self._places[last] = place
         del self._classes[run.gap_class][run]
+        del self._by_uses[run.num_uses][run]
 
-    def oldest(self) -> Run[_Item]:
-        """The run that was used least recently. There must be one."""
-        return min((next(iter(runs)) for runs in self._classes if runs), key=_order)
+    def oldest(self, rule: Rule, now: float) -> Run[_Item]:
+        """The oldest run by either rule of age. There must be one."""
+        return oldest((next(iter(runs)) for runs in self._by_uses if runs), rule, now)
 
     def compare(self, now: float) -> Candidate[_Item]:
         """The candidate of least worth; of several, the oldest. There must be one.

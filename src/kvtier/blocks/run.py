@@ -7,6 +7,7 @@ from typing import Generic, Protocol, TypeVar
 from kvtier.blocks.reuse_model import NEW_CLASS
 from kvtier.blocks.share import Share
 
+MAX_USES = 3
 Item = TypeVar("Item")
 
 
@@ -22,9 +23,10 @@ class Run(Generic[Item]):
 
     `num_live` of them may be evicted. `size` counts those not evicted since the run was made, `num_wanted` those to be
     stored at first. `used_at` is None until the run is first used; `order` is smaller for runs used earlier, and for
-    the later ones of those used at once. `log2_gap` is a moving average of the logarithms of its gaps, None before the
-    first gap. A run that `is_tail` ended its prompt: blocks stored behind it continue that prompt. New blocks are
-    `is_reachable` if the blocks before them are known to be cached, and `is_declined` if the policy refused them room.
+    the later ones of those used at once. `num_uses` counts its uses up to `MAX_USES`. `log2_gap` is a moving average
+    of the logarithms of its gaps, None before the first gap. A run that `is_tail` ended its prompt: blocks stored
+    behind it continue that prompt. New blocks are `is_reachable` if the blocks before them are known to be cached, and
+    `is_declined` if the policy refused them room.
     """
 
     __slots__ = (
@@ -35,15 +37,17 @@ class Run(Generic[Item]):
         "is_tail",
         "log2_gap",
         "num_live",
+        "num_uses",
         "num_wanted",
         "order",
         "size",
         "used_at",
     )
 
-    def __init__(self, gap_class: int = NEW_CLASS, log2_gap: float | None = None) -> None:
+    def __init__(self, gap_class: int = NEW_CLASS, log2_gap: float | None = None, num_uses: int = 1) -> None:
         self.blocks: list[Item] = []
         self.num_live = 0
+        self.num_uses = num_uses
         self.num_wanted = 0
         self.size = 0
         self.used_at: float | None = None

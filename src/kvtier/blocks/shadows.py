@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Protocol
 
+from kvtier.blocks.ages import Rule, oldest
 from kvtier.blocks.candidates import Candidates
 from kvtier.blocks.reuse_model import ReuseModel
-from kvtier.blocks.run import Run
+from kvtier.blocks.run import MAX_USES, Run
 
 _POPS_OF_ONE = 16
 _POPS_SHARE = 256
@@ -30,42 +31,57 @@ class Shadow(Protocol):
         """Take out up to `count` blocks of `run`. Returns how many."""
         ...
 
+    def add(self, run: Run[Any], count: int) -> None:
+        """Make `run` with `count` more blocks the newest."""
+        ...
+
     def use(self, run: Run[Any], count: int, num_new: int, capacity: int, now: float) -> None:
-        """Make `run` with `count` more blocks the newest; it did not have the last `num_new` of them before."""
+        """As `add`, then evict what is over `capacity`. `run` did not have the last `num_new` of the blocks before."""
         ...
 
 
-class LruShadow:
-    """Least recently used first."""
+class AgeShadow:
+    """The oldest first, by either rule of age."""
 
-    def __init__(self) -> None:
-        self._sizes: OrderedDict[Run[Any], int] = OrderedDict()
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._by_uses: list[OrderedDict[Run[Any], int]] = [OrderedDict() for _ in range(MAX_USES + 1)]
+        if rule is Rule.LRU:
+            self._by_uses = self._by_uses[:1] * (MAX_USES + 1)
         self._num_blocks = 0
 
     def size_of(self, run: Run[Any]) -> int:
-        return self._sizes.get(run, 0)
+        return self._by_uses[run.num_uses].get(run, 0)
 
     def take(self, run: Run[Any], count: int) -> int:
-        size = self._sizes.get(run, 0)
+        sizes = self._by_uses[run.num_uses]
+        size = sizes.get(run, 0)
         if size > count:
-            self._sizes[run] = size - count
+            sizes[run] = size - count
         elif size:
             count = size
-            del self._sizes[run]
+            del sizes[run]
         else:
             return 0
         self._num_blocks -= count
         return count
 
-    def use(self, run: Run[Any], count: int, num_new: int, capacity: int, now: float) -> None:
-        if not count:
-            return
-        sizes = self._sizes
+    def add(self, run: Run[Any], count: int) -> None:
+        sizes = self._by_uses[run.num_uses]
         sizes[run] = sizes.get(run, 0) + count
         sizes.move_to_end(run)
         self._num_blocks += count
-        while self._num_blocks > capacity and sizes:
-            self.take(next(iter(sizes)), self._num_blocks - capacity)
+
+    def use(self, run: Run[Any], count: int, num_new: int, capacity: int, now: float) -> None:
+        if count:
+            self.add(run, count)
+        while self._num_blocks > capacity:
+            self.take(self._oldest(now), self._num_blocks - capacity)
+
+    def _oldest(self, now: float) -> Run[Any]:
+        if self._rule is Rule.LRU:
+            return next(iter(self._by_uses[0]))
+        return oldest((next(iter(sizes)) for sizes in self._by_uses if sizes), self._rule, now)
 
 
 class WorthShadow:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.blocks.adaptive_policy import AdaptivePolicy
+from kvtier.blocks.ages import Rule
 from kvtier.blocks.block import Block, PrefixIndex
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.policies import LruPolicy
@@ -78,7 +79,7 @@ def test_many_evictions_at_once_take_every_prompt_of_equal_worth_by_its_age() ->
     cache = Cache(400)
     for number in range(40):
         cache.ask(range(10 * number, 10 * number + 10), 60.0 * number)
-    cache.policy._duel.lru_rules = False
+    cache.policy._duel.rule = Rule.WORTH
 
     victims: list[Block] = []
     while popped := cache.policy.pop_several(400 - len(victims)):
@@ -86,6 +87,32 @@ def test_many_evictions_at_once_take_every_prompt_of_equal_worth_by_its_age() ->
 
     order = [int.from_bytes(block.hash, "little") for block in victims]
     assert order == [10 * number + place for number in range(40) for place in reversed(range(10))]
+
+
+def test_by_age_per_use_a_prompt_that_came_back_outlives_younger_ones_that_did_not() -> None:
+    cache = Cache(30)
+    cache.policy._duel.rule = Rule.AGE_PER_USE
+    cache.ask(range(10), 0)
+    cache.ask(range(10), 10)
+    for number in (1, 2):
+        cache.ask(range(100 * number, 100 * number + 10), 10.0 + 10 * number)
+
+    cache.ask(range(300, 310), 35)  # ages are 25 / 3, 15 and 5
+    assert [len(cache.cached(range(first, first + 10))) for first in (0, 100, 200, 300)] == [10, 0, 10, 10]
+    cache.ask(range(400, 410), 60)  # 50 / 3, 30 and 25
+    assert [len(cache.cached(range(first, first + 10))) for first in (0, 200, 300, 400)] == [10, 0, 10, 10]
+
+
+def test_a_prompt_that_was_evicted_and_comes_back_was_used_twice() -> None:
+    cache = Cache(20)
+    cache.ask(range(10), 0)
+    for number in (1, 2):
+        cache.ask(range(100 * number, 100 * number + 10), number)
+    assert cache.cached(range(10)) == []
+
+    cache.ask(range(10), 3)
+
+    assert {block.run.num_uses for block in cache.blocks(range(10)) if block.run is not None} == {2}
 
 
 def test_a_prompt_keeps_its_beginning_when_it_does_not_fit() -> None:
