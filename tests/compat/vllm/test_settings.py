@@ -115,5 +115,5 @@ def test_a_failure_policy_that_fails_requests_is_warned_of(
         pass
 
     messages = [record.getMessage() for record in log.records]
-    assert any("kv_load_failure_policy" in message for message in messages) == is_warned_of
+    assert any("set kv_load_failure_policy" in message for message in messages) == is_warned_of
     assert any(f"unix:{tmp_path}/nobody" in message for message in messages), "where it caches is not told"
