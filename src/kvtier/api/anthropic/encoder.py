@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtier.api.anthropic.requests import MessageRecord
+from kvtier.api.anthropic.requests import NO_THREADS, MessageRecord
 from kvtier.api.chat.answer_blocks import AnswerBlock, AnswerBlocks, BlockBegins, BlockEvent, BlockGrows
 from kvtier.api.chat.inner_json import read_arguments
 from kvtier.api.chat.sealed_thoughts import sealed
@@ -198,7 +198,10 @@ def error_body(error: HttpError, request_id: str) -> bytes:
     if len(sentence) > _MAX_SENTENCE_CHARACTERS:
         sentence = sentence[: _MAX_SENTENCE_CHARACTERS - 3] + "..."
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return _encode({"type": "error", "error": {"type": kind, "message": sentence}, "request_id": request_id})
+    fields: dict[str, object] = {"type": kind, "message": sentence}
+    if error.code == NO_THREADS:  # the official client then goes on without a thread
+        fields["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
+    return _encode({"type": "error", "error": fields, "request_id": request_id})
 
 
 def error_event(error: HttpError, request_id: str) -> bytes:

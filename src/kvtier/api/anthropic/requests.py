@@ -48,6 +48,8 @@ _IGNORED_IN_COUNTS = (
 )
 """Fields without influence on the prompt: clients count tokens with the body that they are going to send."""
 _DISPLAYS = ("summarized", "omitted")
+NO_THREADS = "thread_unsupported_request"
+"""The code of the refusal of a conversation that the server should keep."""
 
 
 class MessageRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -127,6 +129,8 @@ def _request(
     name, model = named
     check_length(asked.prompt, model.hello)
     cache_salt = body.short_text("cache_salt", MAX_CACHE_SALT_CHARACTERS)
+    if body.value("thread") is not None:
+        raise HttpError(400, "thread is not supported here: send the whole conversation", NO_THREADS, "thread")
     prefix = read_prefix(body)
     refuse_others(body, _NEUTRAL)
     body.refuse_rest()

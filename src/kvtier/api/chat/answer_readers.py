@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from kvtier.api.answer_form import AnswerForm
 from kvtier.api.chat.answer_reader import AnswerReader, joined_parts
-from kvtier.api.chat.parts import AnswerPart, WholeParts
+from kvtier.api.chat.parts import AnswerPart, CallArguments, CallBegin, WholeParts
 from kvtier.api.generation import WholeAnswer
-from kvtier.engine.answer import StreamPiece
+from kvtier.engine.answer import Completion, StreamPiece
 
 
 class AnswerReaders:
@@ -20,6 +22,8 @@ class AnswerReaders:
         self._num_answers = num_answers
         self._prompt_ends: Sequence[str] = ()
         self._readers: dict[int, AnswerReader] = {}
+        self._arguments: dict[int, list[str]] = {}
+        """Of the last call of each answer, in pieces."""
 
     @property
     def splits_reasoning(self) -> bool:
@@ -35,12 +39,17 @@ class AnswerReaders:
         parts = reader.push(piece.text)
         if was_thinking or reader.is_thinking or reader.reasoning_end > num_thought:
             self.num_reasoning_tokens += len(piece.token_ids)
-        return parts if piece.completion is None else [*parts, *reader.finish()]
+        if piece.completion is not None:
+            parts += reader.finish()
+        self._note(choice, parts)
+        return parts
 
     def whole(self, choice: int, answer: WholeAnswer) -> WholeParts:
         """The parts of a complete answer, read in one go, which is fast for any length."""
         reader = self._reader(choice)
-        parts = joined_parts([*reader.push(answer.text), *reader.finish()])
+        found = [*reader.push(answer.text), *reader.finish()]
+        self._note(choice, found)
+        parts = joined_parts(found)
         num_characters = 0
         for text, num_tokens in zip(answer.texts, answer.num_tokens, strict=True):
             if num_characters >= reader.reasoning_end:
@@ -52,9 +61,32 @@ class AnswerReaders:
     def num_calls(self, choice: int) -> int:
         return self._reader(choice).num_calls
 
-    def finish_reason(self, choice: int, reason: str | None) -> str | None:
-        """The finish reason in OpenAI's API, where an answer that ends with tool calls has a reason of its own."""
-        return "tool_calls" if reason == "stop" and self._reader(choice).num_calls else reason
+    def finish_reason(self, choice: int, completion: Completion | None) -> str | None:
+        """The finish reason in OpenAI's API, where an answer that ends with tool calls has a reason of its own.
+
+        One that a stop string ended within a call does not end with it.
+        """
+        if completion is None:
+            return None
+        reason = completion.finish_reason
+        if reason != "stop" or not self._reader(choice).num_calls:
+            return reason
+        return "stop" if completion.stop is not None and self._is_cut(choice) else "tool_calls"
+
+    def _note(self, choice: int, parts: Sequence[AnswerPart]) -> None:
+        for part in parts:
+            if isinstance(part, CallBegin):
+                self._arguments[choice] = []
+            elif isinstance(part, CallArguments):
+                self._arguments[choice].append(part.text)
+
+    def _is_cut(self, choice: int) -> bool:
+        """Whether the arguments of the last call are incomplete."""
+        try:
+            msgspec.json.decode("".join(self._arguments.get(choice, ())))
+        except (msgspec.DecodeError, RecursionError):
+            return True
+        return False
 
     def _reader(self, choice: int) -> AnswerReader:
         reader = self._readers.get(choice)

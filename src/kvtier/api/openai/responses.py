@@ -5,6 +5,8 @@ Streams have thousands of chunks per second: the part that all chunks of an answ
 
 from __future__ import annotations
 
+import codecs
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ from kvtier.engine.answer import StreamPiece
 from kvtier.errors import KvtierError
 
 _DONE = b"data: [DONE]\n\n"
+_new_decoder = functools.partial(codecs.getincrementaldecoder("utf-8"), "replace")
 
 _encode = msgspec.json.Encoder().encode
 _FINGERPRINT_CHARACTERS = 12
@@ -229,7 +232,7 @@ class ChatEncoder(_OpenAiEncoder):
             events += self._event(_ChatChunkChoice(choice, delta, shown))
             shown = None
         if piece.completion is not None:
-            reason = self._readers.finish_reason(choice, piece.completion.finish_reason)
+            reason = self._readers.finish_reason(choice, piece.completion)
             events += self._event(_ChatChunkChoice(choice, _Delta(), None, reason))
         return events
 
@@ -241,7 +244,7 @@ class ChatEncoder(_OpenAiEncoder):
         if parts.calls:
             message.tool_calls = list(map(self._call, parts.calls))
         logprobs = None if answer.logprobs is None else _ChatLogprobs(joined(answer.logprobs))
-        return _ChatChoice(index, message, logprobs, self._readers.finish_reason(index, answer.finish_reason))
+        return _ChatChoice(index, message, logprobs, self._readers.finish_reason(index, answer.completion))
 
     def _call(self, call: WholeCall) -> _Call:
         if self._is_custom(call.name):
@@ -336,6 +339,8 @@ class CompletionEncoder(_OpenAiEncoder):
     def __init__(self, asked: GenerationRequest, request_id: str) -> None:
         super().__init__(asked, request_id)
         self._offsets: dict[int, int] = {}
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}
+        """A character may be cut between tokens: it counts once, where its first token begins."""
 
     def chunk(
         self, choice: int, piece: StreamPiece, logprobs: Sequence[SampledToken] | None, prompt_tokens: int
@@ -367,13 +372,14 @@ class CompletionEncoder(_OpenAiEncoder):
         """
         shaped = _TextLogprobs([], [], [], [])
         offset = self._offsets.get(choice, 0)
+        decoder = self._decoders.setdefault(choice, _new_decoder())
         for sampled in tokens:
             shaped.tokens.append(sampled.token)
             shaped.token_logprobs.append(sampled.logprob)
             likely = {one.token: one.logprob for one in reversed(sampled.top_logprobs)}
             shaped.top_logprobs.append(None if sampled.logprob is None else {sampled.token: sampled.logprob, **likely})
             shaped.text_offset.append(offset)
-            offset += len(sampled.token)
+            offset += len(decoder.decode(bytes(sampled.bytes)))
         self._offsets[choice] = offset
         return shaped
 

@@ -1,6 +1,7 @@
 """The `format` of strings in a schema: formats known to the library are enforced, others are ignored.
 
-OpenAPI and MCP use formats of their own everywhere (`int32`, `password`), so they are no reason to refuse a schema.
+OpenAPI and MCP use formats of their own everywhere (`int32`, `password`), so they are no reason to refuse a schema. Nor
+is a keyword that changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions",
 
 
 def with_known_formats(schema: Mapping[str, object]) -> dict[str, object]:
-    """The schema without formats that the library would refuse. Recursion is bounded by the depth of its JSON."""
+    """The schema without formats and neutral keywords that the library would refuse.
+
+    Recursion is bounded by the depth of its JSON.
+    """
     return {key: _kept(key, value) for key, value in schema.items() if not _is_unknown(key, value)}
 
 
@@ -38,4 +42,6 @@ def _inner(value: object) -> object:
 
 
 def _is_unknown(key: str, value: object) -> bool:
+    if key == "uniqueItems" and value is False:
+        return True
     return key == _FORMAT and isinstance(value, str) and value not in KNOWN_FORMATS

@@ -81,6 +81,16 @@ def check(reply: httpx.Response, status: int, kind: str, words: str = "") -> Non
 
 
 @_BOTH
+def test_the_official_client_learns_that_the_server_keeps_no_threads(http: httpx.Client, path: str) -> None:
+    reply = http.post(path, json=body_for(path, thread={"type": "create"}))
+
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["message"] == "thread is not supported here: send the whole conversation"
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+@_BOTH
 def test_who_may_not_ask(http: httpx.Client, path: str) -> None:
     for headers in ({"x-api-key": "wrong"}, {"x-api-key": "", "authorization": "Bearer wrong"}):
         check(http.post(path, json=body_for(path), headers=headers), 401, "authentication_error")

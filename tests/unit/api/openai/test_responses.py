@@ -306,6 +306,21 @@ def test_a_completions_logprobs_have_the_older_shape(asking: Asking) -> None:
     assert [offset for one in streamed for offset in one["text_offset"]] == [0, 3, 7]
 
 
+def test_a_character_of_several_tokens_counts_once_in_a_completions_offsets(asking: Asking) -> None:
+    tokens = [b"\xc3", b"\xa9", "\U0001f600".encode(), b"x"]
+
+    def script(submit: Submit) -> Iterator[Step]:
+        yield accepted(submit)
+        logprobs = [{token: -0.5} for token in tokens]
+        yield outputs(submit, "\u00e9\U0001f600x", tokens, logprobs, ending("length", len(tokens)))
+
+    asking.engine.script = script
+
+    shaped = asking.whole(COMPLETIONS, completion_body(logprobs=0))["choices"][0]["logprobs"]
+
+    assert shaped["text_offset"] == [0, 0, 1, 2]
+
+
 def test_a_token_that_cannot_come_has_a_logprob_that_json_can_say(asking: Asking) -> None:
     def script(submit: Submit) -> Iterator[Step]:
         yield accepted(submit)

@@ -63,6 +63,8 @@ def test_answers_of_one_grammar_do_not_disturb_each_other(grammars: GrammarCompi
         (schema_of({"type": "string", "format": "smoke-signal"}), '"puff"', "5"),
         (schema_of({"format": "int32", "type": ["integer", "string"]}), "5", "true"),
         (schema_of({"type": "string", "format": "date"}), '"2024-02-29"', '"2024-02-30"'),
+        (schema_of({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}), "[1,1]", '["1"]'),
+        (schema_of({"const": {"uniqueItems": False}}), '{"uniqueItems":false}', "{}"),
         (schema_of({"const": {"format": "int32"}}), '{"format":"int32"}', "{}"),
         (schema_of({"enum": [{"format": "int32"}]}), '{"format":"int32"}', "{}"),
         (
