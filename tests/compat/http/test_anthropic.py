@@ -9,7 +9,7 @@ import anthropic
 import pytest
 
 from tests.compat.http.conftest import Stand
-from tests.compat.http.weather import ANTHROPIC_TOOL, QUESTION, SYSTEM, TOOL, Asked, Forecast, forecast
+from tests.compat.http.weather import ANSWER, ANTHROPIC_TOOL, CALLED, QUESTION, SYSTEM, TOOL, Asked, Forecast, forecast
 
 _QUESTION: list[Any] = [{"role": "user", "content": QUESTION}]
 
@@ -54,6 +54,25 @@ def test_any_tool_is_called_and_its_result_taken(client: anthropic.Anthropic, mo
     assert answer.stop_reason == "tool_use"
     assert call.name == TOOL
     assert last.usage.output_tokens > 0
+
+
+def test_its_tool_runner_calls_a_function_and_goes_on_without_a_thread(client: anthropic.Anthropic) -> None:
+    asked: list[tuple[str, int]] = []
+
+    @anthropic.beta_tool
+    def get_weather(place: str, days: int) -> str:
+        """How the weather will be."""
+        asked.append((place, days))
+        return forecast(place, days)
+
+    runner = client.beta.messages.tool_runner(
+        model="caller", max_tokens=300, messages=_QUESTION, tools=[get_weather], max_iterations=4
+    )
+    first, last = list(runner)
+
+    assert asked == [(CALLED["place"], CALLED["days"])]
+    assert first.stop_reason == "tool_use"
+    assert "".join(block.text for block in last.content if block.type == "text") == ANSWER
 
 
 def test_a_named_call_is_streamed(client: anthropic.Anthropic, model: str) -> None:
