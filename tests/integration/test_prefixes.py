@@ -120,7 +120,7 @@ def test_a_start_ends_with_the_documents_of_the_file_in_the_cache(tmp_path: Path
     write_files(folder)
     section = "warm:\n  - {name: rules, documents: [docs/*.md], system: system.txt, pin: true}\n"
     with DeploymentProcess(folder, TEXT + section) as deployment:
-        assert "warm rules:" in deployment.log()
+        deployment.wait_for_log("warm rules:")
         answer = ask_about_it(deployment)
         assert sum(cached(answer).values()) > 0.9 * answer["usage"]["prompt_tokens"]
         deployment.wait_for_part("http").send_signal(signal.SIGKILL)
