@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.api.chat.lark import Lark
+from kvtier.api.chat.text_limits import check_parameters
 from kvtier.api.chat.tool import Tool
 from kvtier.api.chat.tool_formats.tool_format import ToolFormat
 from kvtier.engine.grammar import Grammar
@@ -115,4 +116,5 @@ class _Calls:
         return written.group(lark, calls)
 
     def _call(self, tool: Tool) -> str:
+        check_parameters(tool)
         return self._format.call(self._lark, tool)

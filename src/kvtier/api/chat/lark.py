@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Mapping
 
+from kvtier.api.chat.text_limits import TextLimits, choices_of, lark_regex
 from kvtier.api.chat.tool import Tool, properties_of, types_of
 from kvtier.engine.grammar import TEMPLATE_SPACING, Grammar, lark_inside, lark_text
 
 ANY_TEXT = r"/(.|\n)*/"
 _TOKEN_NAME = re.compile(r"<[^\s<>\[\]]+>")
-_UNESCAPED_SLASH = re.compile(r"\\.|/", re.DOTALL)
 
 
 class Lark:
@@ -52,8 +52,8 @@ class Lark:
         return self._add(f"rule_{len(self._rules)}", body)
 
     def json(self, schema: Mapping[str, object] | None) -> str:
-        """JSON that follows a schema, or any object without one."""
-        whole = {"type": "object", **(schema or {}), "x-guidance": TEMPLATE_SPACING}
+        """A JSON object that follows a schema, or any object without one."""
+        whole = {**(schema or {}), "type": "object", "x-guidance": TEMPLATE_SPACING}
         return self.rule("%json " + json.dumps(whole, ensure_ascii=False))
 
     def grammar_inside(self, grammar: Grammar, *, is_spaced: bool) -> str:
@@ -86,7 +86,7 @@ class Lark:
         required = schema.get("required")
         found = []
         for name, inner in properties_of(schema).items():
-            value = self._element_value(schema, inner, end, tool.pattern)
+            value = self._element_value(tool, name, inner, end)
             element = f"{self.literal(begin.replace('{}', name))} {value}"
             is_required = isinstance(required, list) and name in required
             found.append(element if is_required else f"({element})?")
@@ -98,20 +98,28 @@ class Lark:
         whole = {**(inner if isinstance(inner, dict) else {}), **shared, "x-guidance": TEMPLATE_SPACING}
         return self.rule("%json " + json.dumps(whole, ensure_ascii=False))
 
-    def _element_value(self, schema: Mapping[str, object], inner: object, end: str, pattern: str) -> str:
-        values = inner.get("enum") if isinstance(inner, dict) else None
-        if isinstance(values, list) and values and all(isinstance(one, str) and one for one in values):
-            return f"({' | '.join(map(self.literal, values))}) {self.literal(end)}"
-        if pattern:
-            return f"{self._regex(pattern)} {self.literal(end)}"
-        if "string" in types_of(inner):
-            first = next((mark for mark in self._special_tokens if end.startswith(mark)), "")
-            return f"{self.any_text()} {self.literal(end)}" if first else self.until(end)
-        return f"{self.value(schema, inner)} {self.literal(end)}"
+    def _element_value(self, tool: Tool, name: str, inner: object, end: str) -> str:
+        if tool.pattern:
+            return f"{self._regex(tool.pattern)} {self.literal(end)}"
+        if "string" not in types_of(inner):
+            return f"{self.value(tool.parameters or {}, inner)} {self.literal(end)}"
+        limits = TextLimits(tool, name, end.strip())
+        choices = choices_of(inner)
+        if choices is not None:
+            limits.check_choices(choices)
+            words = " | ".join(self.literal(one) for one in choices if one)
+            return f"{f'({words})' if words else ''}{'?' if words and '' in choices else ''} {self.literal(end)}"
+        limited = limits.terminal(inner)
+        places = [end.find(mark) for mark in self._special_tokens if mark and mark in end]
+        if not (limited or places):
+            return self.until(end)
+        text = self.terminal(limited) if limited else self.any_text()
+        before = end[: min(places)] if places else end
+        value = self.terminal(f"{text} {lark_text(before)}") if before else text
+        return f"{value} {self.literal(end[len(before) :])}"
 
     def _regex(self, pattern: str) -> str:
-        escaped = _UNESCAPED_SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], pattern)
-        return self.terminal("/" + escaped.replace("\n", r"\n").replace("\r", r"\r") + "/")
+        return self.terminal(lark_regex(pattern))
 
     def _token(self, mark: str) -> str:
         """A special token by its name, or by its id if the syntax does not allow that name."""
