@@ -131,4 +131,8 @@ class InvalidParameter(RequestError, ValueError):
 
 
 class InvalidGrammar(InvalidParameter):
-    """A grammar, or a schema, that no answer can follow."""
+    """A grammar, or a schema, that no answer can follow. `field` of the request has it, if known."""
+
+    def __init__(self, sentence: str, field: str = "") -> None:
+        super().__init__(sentence)
+        self.field = field

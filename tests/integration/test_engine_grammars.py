@@ -17,7 +17,7 @@ from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.client import EngineClient
 from kvtier.engine.constraint.constraints import Constraints
 from kvtier.engine.device.sampler import SampledTokens, Sampler
-from kvtier.engine.grammar import JSON_OBJECT, Grammar
+from kvtier.engine.grammar import DEAD_END, JSON_OBJECT, Grammar
 from kvtier.engine.schedule.step import Step
 from kvtier.errors import InvalidParameter
 from kvtier.testing.tiny_models import make_tiny_tokenizer, save_tiny_model
@@ -426,6 +426,22 @@ def test_an_aborted_answer_leaves_nothing_behind(folder: Path) -> None:
     assert aborted.finish_reason == "abort"
     check(answer, PERSON)
     assert is_clear
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async-2"])
+def test_an_answer_that_its_grammar_does_not_let_continue_ends_alone(
+    folder: Path, schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    grammar = Grammar("lark", 'start: /[ab]{3}/ x\nx: x "c"')
+    with open_llm(folder, schedule=schedule) as llm, EngineClient(llm.engine) as client:
+        bad = client.submit(PROMPT, params(grammar), request_id="bad")
+        good = client.submit(PROMPT, params(Grammar("regex", "[a-z]{30}")), request_id="good")
+        [failed], [answer] = bad.wait(), good.wait()
+
+    assert (failed.finish_reason, len(failed.text)) == ("dead_end", 3)
+    assert (len(answer.text), answer.finish_reason) == (30, "stop")
+    assert f"request bad cannot be answered: {DEAD_END}" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_grammar_that_cannot_work_is_refused_before_the_engine_sees_it(folder: Path) -> None:

@@ -118,6 +118,28 @@ def test_a_model_without_a_tokenizer_refuses_a_chat_in_a_sentence(deployment: De
     assert "has no tokenizer" in response.json()["error"]["message"]
 
 
+def test_a_grammar_without_an_end_is_an_error_of_the_request(deployment: DeploymentProcess) -> None:
+    """Some are found while they are compiled, others only while answering; a stream has begun by then."""
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}
+    early, late = {"guided_json": schema}, {"guided_grammar": 'start: /[ab]{3}/ x\nx: x "c"'}
+    with client_of(deployment, key=_KEY) as client:
+        for fields, sentence in ((early, "the schema allows no answer"), (late, "the grammar allows no answer from")):
+            response = client.post("/v1/completions", json={**body_of("Hello", 16), **fields})
+            error = response.json()["error"]
+            assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+            assert error["param"] == next(iter(fields))
+            assert sentence in error["message"]
+        streamed = client.post("/v1/completions", json={**body_of("Hello", 16, stream=True), **late})
+        of_ollama = client.post(
+            f"{deployment.ollama_url}/api/generate", json={"model": MODEL, "prompt": "Hello", "format": schema}
+        )
+
+    assert streamed.status_code == 200
+    assert "invalid_request_error" in streamed.text.strip().rpartition("data: ")[2]
+    assert of_ollama.status_code == 400
+    assert "the schema allows no answer" in of_ollama.json()["error"]
+
+
 def test_keys_with_one_salt_share_blocks_and_others_do_not(deployment: DeploymentProcess) -> None:
     prompt = "A secret that only some may know of. " * 10
     asked = {name: ask(deployment, prompt, key=key) for name, key in _in_turn(_KEY, _STRANGER, _PARTNER)}

@@ -19,7 +19,6 @@ from kvtier.api.answer_form import PLAIN, AnswerForm
 from kvtier.api.echo import Echo, parts_of
 from kvtier.api.engine_connection import Answers, PromptRequest
 from kvtier.api.engines import KnownModel
-from kvtier.api.http_error import HttpError
 from kvtier.api.limits import MAX_SUBMITS_UNDER_WAY, MAX_WHOLE_LOGPROBS_BYTES
 from kvtier.api.logprobs import EncodedLogprobs, SampledToken, sampled_tokens
 from kvtier.api.prompt_form import SILENT, PromptForm
@@ -29,6 +28,7 @@ from kvtier.api.retention import NO_WISH, RetentionWish, combined
 from kvtier.api.service import Service
 from kvtier.blocks.retention import MAX_ACCOUNT_CHARS
 from kvtier.engine.answer import Completion, StreamPiece
+from kvtier.engine.grammar import DEAD_END
 from kvtier.engine.process.messages import EncodedPrompt, Prompt, TextPrompt, TokenPrompt, decode_prompt, encode_part
 from kvtier.engine.prompt_token import PromptToken
 from kvtier.engine.sampling_params import SamplingParams
@@ -39,6 +39,7 @@ from kvtier.tiers.retention import RetentionOutcome
 
 _COMPLETE = ("stop", "length")
 _FAILED = "error"
+_DEAD_END = "dead_end"
 _MERGED_AHEAD = 64
 _PIECES_PER_YIELD = 16
 
@@ -322,7 +323,7 @@ class Generation:
                 try:
                     return await engines.submit(model, question)
                 except InvalidGrammar as error:
-                    raise HttpError(400, str(error), "invalid_value", asked.grammar_field or None) from error
+                    raise InvalidGrammar(str(error), asked.grammar_field) from error
 
         submitting = [asyncio.ensure_future(submit(number, prompt)) for number, prompt in enumerate(asked.prompts)]
         try:
@@ -335,7 +336,9 @@ class Generation:
                     outcome.close()
 
     def _note_end(self, answers: Answers, completion: Completion, usage: Usage) -> None:
-        """Raises `AnswerFailed` or `EngineStopped` for an answer that ended incomplete."""
+        """Raises `InvalidGrammar`, `AnswerFailed` or `EngineStopped` for an answer that ended incomplete."""
+        if completion.finish_reason == _DEAD_END:
+            raise InvalidGrammar(DEAD_END, self.asked.grammar_field)
         if completion.finish_reason == _FAILED:
             raise AnswerFailed("the engine failed on this request: see its log")
         if completion.finish_reason not in _COMPLETE:

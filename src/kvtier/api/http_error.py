@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtier.errors import EngineAway, EngineStopped, KvtierError, PromptTooLong, RequestError, UnknownModel
+from kvtier.errors import (
+    EngineAway,
+    EngineStopped,
+    InvalidGrammar,
+    KvtierError,
+    PromptTooLong,
+    RequestError,
+    UnknownModel,
+)
 
 REFUSAL = "kvtier.refusal"
 """Where a `scope` has the `HttpError` for a request that its connection refuses."""
@@ -36,6 +44,8 @@ def http_error_of(error: KvtierError) -> HttpError:
         return HttpError(404, str(error), "model_not_found", "model")
     if isinstance(error, PromptTooLong):
         return HttpError(400, str(error), "context_length_exceeded")
+    if isinstance(error, InvalidGrammar):
+        return HttpError(400, str(error), "invalid_value", error.field or None)
     if isinstance(error, RequestError):
         return HttpError(400, str(error), "invalid_value", _parameter_in(str(error)))
     if isinstance(error, EngineAway):

@@ -357,10 +357,14 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> StreamPiece:
         """End a request that the scheduler does not have, with its text so far."""
-        trace = "".join(traceback.format_exception(error))
-        self._log_limit.warning("failure", "request %s failed, and no other: %s", request.id, trace)
         request.status = Status.FINISHED
-        request.finish_reason = FinishReason.ERROR
+        if isinstance(error, InvalidGrammar):
+            self._log_limit.warning("grammar", "request %s cannot be answered: %s", request.id, str(error))
+            request.finish_reason = FinishReason.DEAD_END
+        else:
+            trace = "".join(traceback.format_exception(error))
+            self._log_limit.warning("failure", "request %s failed, and no other: %s", request.id, trace)
+            request.finish_reason = FinishReason.ERROR
         request.times.finished_at = time.monotonic()
         self._note_end(request)
         return piece_of(request, [], "", completion_of(request, self._texts[request].text))

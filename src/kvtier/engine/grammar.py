@@ -31,6 +31,9 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+DEAD_END = "the grammar allows no answer from here: neither another token nor an end"
+"""The error of an answer that its grammar does not let continue."""
+
 LARK_INSIDE = re.compile(r"%lark \{\n// ([0-9]{1,6}) characters\n")
 """The start of what `lark_inside` writes."""
 

@@ -109,7 +109,8 @@ class ResponseEncoder:
         document = self._document(_FAILED, self._items({}), None, found)
         failed = self._event("response.failed", response=msgspec.Raw(document))
         fields = {"code": found.code or None, "message": found.sentence, "param": found.parameter}
-        return failed + self._event("error", **fields, error={"type": "server_error", **fields})
+        kind = "invalid_request_error" if found.status < 500 else "server_error"
+        return failed + self._event("error", **fields, error={"type": kind, **fields})
 
     def _shown(self, event: BlockEvent) -> list[bytes]:
         """The stream events for a block event."""
@@ -243,7 +244,7 @@ class ResponseEncoder:
                 "completed_at": int(time.time()) if status == _COMPLETED else None,
                 "status": status,
                 "background": False,
-                "error": None if error is None else {"code": "server_error", "message": error.sentence},
+                "error": None if error is None else {"code": _failure_code(error), "message": error.sentence},
                 "incomplete_details": {"reason": "max_output_tokens"} if status == _INCOMPLETE else None,
                 "model": self._asked.name,
                 **self._record.shown,
@@ -268,6 +269,11 @@ _DELTAS = {
     "text": "response.output_text.delta",
     "reasoning": "response.reasoning_text.delta",
 }
+
+
+def _failure_code(error: HttpError) -> str:
+    """The code of a failed response; OpenAI has none for a request that cannot be served but this one."""
+    return "invalid_prompt" if error.status < 500 else "server_error"
 
 
 def _part(block: AnswerBlock, text: str) -> dict[str, object]:

@@ -11,9 +11,10 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from kvtier.engine.constraint.compiled import CompiledGrammar, num_mask_threads
+from kvtier.engine.constraint.endless import can_end
 from kvtier.engine.constraint.formats import with_known_formats
 from kvtier.engine.constraint.library import llguidance
-from kvtier.engine.constraint.vetting import is_plain, limits, reason, vet
+from kvtier.engine.constraint.vetting import error_ahead, is_plain, limits, reason, vet
 from kvtier.engine.constraint.vocabulary import make_vocabulary
 from kvtier.engine.grammar import LARK_INSIDE, TEMPLATE_SPACING, Grammar
 from kvtier.errors import InvalidParameter
@@ -46,6 +47,7 @@ _MAX_GBNF_CHARACTERS = 32 << 10
 _MAX_JSON_PARTS = 512
 _MAX_PLAIN_LARK = 32 << 10
 _MAX_PLAIN_REGEX = 4 << 10
+_NEVER_ENDS = "the schema allows no answer: a part of it that is required requires itself again, without end"
 _COSTLY_LARK = re.compile(r"[&~]|%(?!json\b|ignore\b)")
 """Intersections, complements and nested grammars."""
 
@@ -94,8 +96,11 @@ class GrammarCompiler:
         start = recompile()
         if not start.is_error():
             start.compute_bitmask()  # some errors show only at the first token
-        if start.is_error():
-            raise InvalidParameter(f"the grammar cannot be compiled: {reason(start.get_error())}")
+        error = start.get_error()
+        if not error and is_harmless and grammar.kind == "lark":
+            error = error_ahead(recompile())
+        if error:
+            raise InvalidParameter(f"the grammar cannot be compiled: {reason(error)}")
         compiled = CompiledGrammar(start, -(-vocabulary.vocab_size // 32), recompile if is_harmless else None)
         self._keep(grammar, compiled)
         return compiled
@@ -202,6 +207,8 @@ def _with_options(schema: dict[str, object]) -> dict[str, object]:
     is_spaced = schema.get("x-guidance") == TEMPLATE_SPACING
     try:
         kept = with_known_formats(schema)
+        if not can_end(kept):
+            raise InvalidParameter(_NEVER_ENDS)
     except RecursionError:
         raise InvalidParameter("the schema is nested too deeply") from None
     return {**kept, "x-guidance": TEMPLATE_SPACING if is_spaced else _JSON_OPTIONS}

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from kvtier.engine.constraint.compiled import CompiledGrammar, GrammarCopy, num_mask_threads
 from kvtier.engine.constraint.library import llguidance
 from kvtier.engine.constraint.mask_thread import MaskThread
-from kvtier.engine.constraint.vetting import reason
-from kvtier.engine.grammar import Grammar
+from kvtier.engine.constraint.vetting import allows_no_answer, reason
+from kvtier.engine.grammar import DEAD_END, Grammar
 from kvtier.engine.schedule.request import Request
-from kvtier.errors import AnswerFailed
+from kvtier.errors import AnswerFailed, InvalidGrammar
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -67,6 +67,8 @@ class _Constraint:
     """The answer is complete with this many tokens: the grammar allows no more."""
     failed_at: int | None = None
     failure: str = ""
+    is_dead_end: bool = False
+    """It failed because the grammar allows neither another token nor an end."""
     is_over: bool = False
     """It ended or failed."""
 
@@ -235,12 +237,14 @@ class Constraints:
     def end_of(self, request: Request) -> int | None:
         """The number of tokens of the complete answer, once that is known.
 
-        Raises `AnswerFailed` if the grammar failed before the next token.
+        Before the next token, raises `InvalidGrammar` if the grammar allows none, and `AnswerFailed` if it failed.
         """
         constraint = self._constraints.get(request)
         if constraint is None:
             return None
         if constraint.failed_at is not None and request.num_outputs + 1 >= constraint.failed_at:
+            if constraint.is_dead_end:
+                raise InvalidGrammar(DEAD_END)
             raise AnswerFailed(f"the grammar could not be followed: {constraint.failure}")
         return constraint.end
 
@@ -259,7 +263,9 @@ class Constraints:
 
     def _note_failure(self, constraint: _Constraint, matcher: LLMatcher, failed_at: int) -> None:
         constraint.failed_at = failed_at
-        constraint.failure = reason(matcher.get_error())
+        error = matcher.get_error()
+        constraint.failure = reason(error)
+        constraint.is_dead_end = allows_no_answer(error)
         constraint.is_over = True
         self._step = None
         grammar = constraint.request.params.grammar

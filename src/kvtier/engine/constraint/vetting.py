@@ -12,11 +12,15 @@ import resource
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvtier.engine.constraint.library import llguidance
 from kvtier.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 _CPU_S = 2
 _WALL_S = 30.0
@@ -30,6 +34,9 @@ _MAX_PLAIN_PATTERN = 128
 _MAX_PLAIN_MULTIPLE = 1000
 _COSTLY = {"allOf", "patternProperties", "propertyNames", "dependentSchemas", "contains", "not", "if", "oneOf"}
 _NO_ANSWER = "NoExtensionBias"
+_MAX_BEGINNING = 64
+"""Tokens of a grammar's beginning that are tried."""
+
 _MAX_ERROR_CHARACTERS = 4096
 _REASON_CHARACTERS = 300
 _TOO_COMPLEX = "the grammar is too complex: compiling it exceeds the limits on time or memory"
@@ -107,9 +114,14 @@ def vet(definition: str, special_tokens: Sequence[str]) -> None:
         raise InvalidParameter(f"the grammar cannot be compiled: {sentence}")
 
 
+def allows_no_answer(error: str) -> bool:
+    """Whether the library's error says that the grammar allows neither another token nor an end."""
+    return error.startswith(_NO_ANSWER)
+
+
 def reason(error: str) -> str:
     """The library's error as one line of limited length, without its drawings of the position."""
-    if error.startswith(_NO_ANSWER):
+    if allows_no_answer(error):
         return "it allows no answer"
     lines = [line.strip() for line in error[:_MAX_ERROR_CHARACTERS].splitlines()]
     words = " ".join(line for line in lines if line.strip("^- ") and " | " not in line and not line.startswith("<"))
@@ -124,6 +136,22 @@ def limits() -> object:
         max_grammar_size=200_000,
         verbose_errors=False,
     )
+
+
+def error_ahead(matcher: LLMatcher) -> str:
+    """The library's error, if any, where a grammar leads as long as there is one way only. Uses up `matcher`.
+
+    With more than one way, a dead end is no error: another way may have an end. The library looks far ahead, and may
+    reach its limits by that, so no answer should share the memory of `matcher`.
+    """
+    num_left = _MAX_BEGINNING
+    while not matcher.is_error() and not matcher.is_stopped():
+        tokens = matcher.compute_ff_tokens()[:num_left]
+        if not tokens or not matcher.consume_tokens(tokens):
+            break
+        num_left -= len(tokens)
+        matcher.compute_bitmask()
+    return matcher.get_error()
 
 
 def main() -> int:

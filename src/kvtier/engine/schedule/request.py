@@ -36,6 +36,8 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    DEAD_END = "dead_end"
+    """Its grammar allows neither another token nor an end."""
 
 
 @dataclass(slots=True)

@@ -14,19 +14,24 @@ import httpx
 import pytest
 
 from kvtier.api.config import ApiKey
-from kvtier.engine.process.messages import TOO_LONG
+from kvtier.engine.grammar import DEAD_END
+from kvtier.engine.process.messages import TOO_LONG, Submit
 from tests.support.fake_engine import (
     DIE,
     MODEL,
     FakeEngine,
     Running,
+    Step,
+    accepted,
     config_of,
     echo,
+    ending,
     fake_engine,
     held_once_accepted,
     http_client,
     refusing,
     running,
+    said,
     words_then,
 )
 from tests.support.waiting import wait_until
@@ -213,6 +218,17 @@ def test_an_engine_that_dies_in_a_stream(tmp_path: Path) -> None:
         streamed = client.post(_MESSAGES, json=body_for(_MESSAGES, stream=True))
 
     check_last_event(streamed, "overloaded_error", "stopped before the answer was complete")
+
+
+def test_an_answer_that_its_grammar_does_not_let_continue(http: httpx.Client, engine: FakeEngine) -> None:
+    def script(submit: Submit) -> Iterator[Step]:
+        yield accepted(submit)
+        yield said(submit, "one", completion=ending("dead_end", 1))
+
+    engine.script = script
+
+    check(http.post(_MESSAGES, json=_BODY), 400, "invalid_request_error", DEAD_END)
+    check_last_event(http.post(_MESSAGES, json=body_for(_MESSAGES, stream=True)), "invalid_request_error", DEAD_END)
 
 
 def check_last_event(reply: httpx.Response, kind: str, words: str) -> None:

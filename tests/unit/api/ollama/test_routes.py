@@ -557,7 +557,11 @@ def test_a_prompt_that_is_refused_later_ends_the_stream_with_an_error(http: http
 
 @pytest.mark.parametrize(
     ("reason", "sentence"),
-    [("error", "the engine failed on this request"), ("abort", "stopped before the answer was complete")],
+    [
+        ("error", "the engine failed on this request"),
+        ("abort", "stopped before the answer was complete"),
+        ("dead_end", "the grammar allows no answer from here"),
+    ],
 )
 def test_an_answer_the_engine_gave_up_is_no_answer(
     http: httpx.Client, engine: FakeEngine, reason: str, sentence: str
@@ -568,7 +572,7 @@ def test_an_answer_the_engine_gave_up_is_no_answer(
 
     engine.script = script
 
-    status = 500 if reason == "error" else 503
+    status = {"error": 500, "abort": 503, "dead_end": 400}[reason]
     assert sentence in lines_of(http, "/api/generate", GENERATE)[-1]["error"]
     assert sentence in error_of(http.post("/api/generate", json={**GENERATE, "stream": False}), status)
 

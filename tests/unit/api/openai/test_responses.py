@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from kvtier.engine.answer import StreamPiece
+from kvtier.engine.grammar import DEAD_END
 from kvtier.engine.process.messages import StepOutputs, Submit
 from tests.support.fake_engine import (
     ALIAS,
@@ -361,6 +363,26 @@ def test_an_answer_that_the_engine_broke_off_is_an_error(asking: Asking, reason:
     response = asking.status(CHAT, chat_body())
     assert (response.status_code, error_of(response)["type"]) == (status, "server_error")
     assert reason not in asking.status(CHAT, chat_body(stream=True)).text.partition('"error":{')[0]
+
+
+def test_an_answer_that_its_grammar_does_not_let_continue_is_an_error_of_the_request(asking: Asking) -> None:
+    def script(submit: Submit) -> Iterator[Step]:
+        yield accepted(submit)
+        yield said(submit, "x", completion=ending("dead_end", 1))
+
+    asking.engine.script = script
+    body = chat_body(guided_regex="x+")
+
+    response = asking.status(CHAT, body)
+    streamed = asking.status(CHAT, {**body, "stream": True}).text
+    assert response.status_code == 400
+    assert error_of(response) == {
+        "message": DEAD_END,
+        "type": "invalid_request_error",
+        "param": "guided_regex",
+        "code": "invalid_value",
+    }
+    assert json.loads(streamed.strip().rpartition("data: ")[2]) == response.json()
 
 
 def _text(documents: list[Document], choice: int) -> str:

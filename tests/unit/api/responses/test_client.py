@@ -12,8 +12,23 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 
 from kvtier.api.config import ApiKey
-from kvtier.engine.process.messages import ChatMessage, ChatPrompt
-from tests.support.fake_engine import DIE, MODEL, FakeEngine, Running, config_of, echo, fake_engine, running, words_then
+from kvtier.engine.grammar import DEAD_END
+from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Submit
+from tests.support.fake_engine import (
+    DIE,
+    MODEL,
+    FakeEngine,
+    Running,
+    Step,
+    accepted,
+    config_of,
+    echo,
+    ending,
+    fake_engine,
+    running,
+    said,
+    words_then,
+)
 
 _KEY, _OTHER = "secret", "another"
 _KEYS = (ApiKey(name="us", key=_KEY), ApiKey(name="them", key=_OTHER))
@@ -142,6 +157,28 @@ def test_a_stream_that_breaks_has_failed(tmp_path: Path) -> None:
         _read_all(client.responses.create(model=MODEL, input="hi", stream=True), seen)
 
     assert seen[-1].type == "response.failed"
+    assert seen[-1].response.error.code == "server_error"
+
+
+def test_an_answer_that_its_grammar_does_not_let_continue_is_an_error_of_the_request(tmp_path: Path) -> None:
+    def script(submit: Submit) -> Iterator[Step]:
+        yield accepted(submit)
+        yield said(submit, "one", completion=ending("dead_end", 1))
+
+    seen: list[Any] = []
+    with (
+        fake_engine(tmp_path, script=script) as engine,
+        running("openai", config_of(engine)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.BadRequestError, match=DEAD_END):
+            client.responses.create(model=MODEL, input="hi")
+        with pytest.raises(openai.APIError, match=DEAD_END) as caught:
+            _read_all(client.responses.create(model=MODEL, input="hi", stream=True), seen)
+
+    assert seen[-1].type == "response.failed"
+    assert seen[-1].response.error.code == "invalid_prompt"
+    assert caught.value.type == "invalid_request_error"
     assert seen[-1].response.status == "failed"
 
 

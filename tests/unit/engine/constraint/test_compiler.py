@@ -107,7 +107,14 @@ def test_a_grammar_takes_its_sentences(grammars: GrammarCompiler, grammar: Gramm
         (schema_of({"type": "object", "not": {}}), "Unimplemented keys"),
         (schema_of({"type": "string", "format": 5}), "the grammar cannot be compiled"),
         (schema_of({"type": "colour"}), "colour"),
-        (schema_of({"$ref": "#"}), "it allows no answer"),
+        (schema_of({"$ref": "#"}), "the schema allows no answer"),
+        (
+            schema_of({"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}),
+            "the schema allows no answer",
+        ),
+        (Grammar("lark", 'start: /(.|\n)*/ "<end>" %json {"$ref": "#"}'), "the schema allows no answer"),
+        (Grammar("lark", 'start: "a" x\nx: x "b"'), "it allows no answer"),
+        (Grammar("lark", 'start: "a" x\nx: "long" x'), "Too many items"),
         (schema_of({"$ref": "#/$defs/nowhere"}), "nowhere"),
         (schema_of({"$ref": "http://127.0.0.1:9/schema"}), "the grammar cannot be compiled"),
         (schema_of({"enum": []}), "the grammar cannot be compiled"),
@@ -128,6 +135,16 @@ def test_a_wrong_grammar_is_told_in_one_sentence(grammars: GrammarCompiler, gram
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+def test_a_grammar_with_a_long_beginning_is_compiled_and_followed(grammars: GrammarCompiler) -> None:
+    """Looking where it leads must not use up what its answers need."""
+    for text in ('start: x{30000} "c"\nx: "a"', "start: /a{30000}c/"):
+        matcher = grammars.compile(Grammar("lark", text)).take_copy().matcher()
+        matcher.compute_bitmask()
+        assert matcher.consume_token(ord("a"))
+        matcher.compute_bitmask()
+        assert not matcher.is_error()
 
 
 def test_equal_grammars_are_compiled_once_and_few_are_kept(

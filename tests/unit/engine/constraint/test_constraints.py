@@ -14,7 +14,7 @@ from kvtier.engine.constraint.constraints import Constraints, TokenMasks
 from kvtier.engine.grammar import Grammar
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.schedule.request import Request
-from kvtier.errors import AnswerFailed
+from kvtier.errors import AnswerFailed, InvalidGrammar
 from kvtier.models.tokenizer import Tokenizer
 from kvtier.testing.tiny_models import VOCAB_SIZE, make_tiny_tokenizer
 
@@ -101,6 +101,23 @@ def test_a_row_that_fails_is_free_and_its_request_alone_is_told(
     assert [constraints.end_of(request) for request in step[:9]] == 9 * [None]
     with pytest.raises(AnswerFailed, match="the grammar could not be followed"):
         constraints.end_of(step[9])
+
+
+def test_a_grammar_that_allows_nothing_more_is_an_error_of_the_request(
+    constraints: Constraints, grammars: GrammarCompiler
+) -> None:
+    grammar = Grammar("lark", 'start: /[ab]/ x\nx: x "c"')
+    request = Request("one", [1, 2], SamplingParams(grammar=grammar), max_tokens=9)
+    request.num_in_flight = 1
+    constraints.add(request, grammars.compile(grammar))
+    allowed(constraints, [request])
+    assert constraints.end_of(request) is None
+
+    take(constraints, [request], "a")
+    allowed(constraints, [request])
+
+    with pytest.raises(InvalidGrammar, match="the grammar allows no answer from here"):
+        constraints.end_of(request)
 
 
 def test_one_mask_wakes_no_other_thread(constraints: Constraints, grammars: GrammarCompiler) -> None:
