@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 _MAX_PARTS = 5_000
 _MAX_ROUNDS = 16
+_MAX_DIGITS = 6
 
 _Parts = list["_Part"]
 
@@ -111,7 +112,7 @@ def _referred(reference: object, whole: Mapping[str, object]) -> object:
         name = word.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict):
             found = found.get(name)
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+        elif isinstance(found, list) and name.isdecimal() and len(name) <= _MAX_DIGITS and int(name) < len(found):
             found = found[int(name)]
         else:
             return None

@@ -46,6 +46,7 @@ def test_a_schema_that_always_needs_itself_has_no_end(schema: dict[str, Any]) ->
         _object({"$ref": "#elsewhere"}, "a"),
         _object({"$ref": "#/nowhere"}, "a"),
         _object({"$ref": 5}, "a"),
+        {"anyOf": [_object({"$ref": f"#/anyOf/{'9' * 5000}"}, "a")]},
         _object({"$id": "other", **_SELF}, "a"),
         _object(True, "a"),
         {"const": _object(_SELF, "a")},
